@@ -1,0 +1,1 @@
+"""What decides. Pure: knows no clock, no dice, no Kubernetes, no files."""
