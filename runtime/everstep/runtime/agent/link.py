@@ -4,6 +4,11 @@
 agent and inherited by the worker. It holds signed 64-bit words (`Word`) and a ring of metrics. It
 is how a step pays nothing: the worker writes `STEP_DONE` and reads `HOLD_AFTER`, no system call.
 
+Steps here are states, as everywhere on the wire: `s` is the state after `s` finished steps. The
+user's `run.steps` counts from 0, so finishing its step `k` makes state `k + 1`, and that is what
+`STEP_DONE`, `HOLD_AFTER`, `Captured`, `FirstStepDone` and the ring say. After a restore `STEP_DONE`
+is the restored step, 0 when fresh. `STEP_STARTED` is the state that is being made.
+
 **Link**: a Unix stream socket pair. Frames are a 4-byte little-endian length and msgspec JSON of
 one of the unions below; file descriptors travel by SCM_RIGHTS with the frame that names them
 (`SlotsGranted`). The worker only touches it outside the step's path. When the agent dies the
