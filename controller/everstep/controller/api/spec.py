@@ -53,14 +53,14 @@ class BatchPolicy(Enum):
     SCALE_WITH_SLICES = "ScaleWithSlices"
 
 
-class Metadata(_Node, kw_only=True):
+class Metadata(_Node, frozen=True, kw_only=True):
     name: str
     namespace: str = "default"
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
-class Slices(_Node, kw_only=True):
+class Slices(_Node, frozen=True, kw_only=True):
     desired: int
     min: int | None = None
     """Default: 1."""
@@ -84,12 +84,12 @@ class Slices(_Node, kw_only=True):
         return inside and (self.allowed_counts is None or count in self.allowed_counts)
 
 
-class EnvVar(_Node, kw_only=True):
+class EnvVar(_Node, frozen=True, kw_only=True):
     name: str
     value: str = ""
 
 
-class Container(_Node, kw_only=True):
+class Container(_Node, frozen=True, kw_only=True):
     """The part of a pod's container that one machine can honour; a cluster takes all of it."""
 
     name: str
@@ -101,17 +101,17 @@ class Container(_Node, kw_only=True):
     resources: dict[str, Any] = {}
 
 
-class PodSpec(_Node, kw_only=True):
+class PodSpec(_Node, frozen=True, kw_only=True):
     containers: tuple[Container, ...]
     termination_grace_period_seconds: int = 30
 
 
-class Template(_Node, kw_only=True):
+class Template(_Node, frozen=True, kw_only=True):
     spec: PodSpec
     metadata: dict[str, Any] = {}
 
 
-class Timeouts(_Node, kw_only=True):
+class Timeouts(_Node, frozen=True, kw_only=True):
     """report interval < report < progress < join; checked in that order."""
 
     report_interval_seconds: float = 1.0
@@ -122,7 +122,7 @@ class Timeouts(_Node, kw_only=True):
     """Grace for the first step of a worker: import, compile, restore."""
 
 
-class Runtime(_Node, kw_only=True):
+class Runtime(_Node, frozen=True, kw_only=True):
     container: str | None = None
     """Default: the only container."""
     agent_port: int = 7070
@@ -130,17 +130,17 @@ class Runtime(_Node, kw_only=True):
     timeouts: Timeouts = Timeouts()
 
 
-class Retention(_Node, kw_only=True):
+class Retention(_Node, frozen=True, kw_only=True):
     latest: int = 3
     every_steps: int | None = None
 
 
-class Emergency(_Node, kw_only=True):
+class Emergency(_Node, frozen=True, kw_only=True):
     budget_seconds: float = 45.0
     safety_margin_seconds: float = 5.0
 
 
-class Snapshot(_Node, kw_only=True):
+class Snapshot(_Node, frozen=True, kw_only=True):
     every_steps: int | str = "auto"
     """A positive number, or `auto`."""
     slots: int = 3
@@ -149,7 +149,7 @@ class Snapshot(_Node, kw_only=True):
     replicas: int = 0
 
 
-class Checkpoint(_Node, kw_only=True):
+class Checkpoint(_Node, frozen=True, kw_only=True):
     uri: str
     every_steps: int | None = None
     every_seconds: float | None = None
@@ -158,31 +158,31 @@ class Checkpoint(_Node, kw_only=True):
     snapshot: Snapshot = Snapshot()
 
 
-class Disruption(_Node, kw_only=True):
+class Disruption(_Node, frozen=True, kw_only=True):
     planned_action: PlannedAction = PlannedAction.CHECKPOINT_AND_MIGRATE
 
 
-class ScaleUp(_Node, kw_only=True):
+class ScaleUp(_Node, frozen=True, kw_only=True):
     mode: ScaleUpMode = ScaleUpMode.AUTOMATIC
     min_uptime_seconds: float = 1800.0
     cooldown_seconds: float = 900.0
     stabilization_seconds: float = 120.0
 
 
-class Elasticity(_Node, kw_only=True):
+class Elasticity(_Node, frozen=True, kw_only=True):
     on_loss: OnLoss = OnLoss.WAIT_THEN_SHRINK
     wait_for_replacement_seconds: float = 300.0
     scale_up: ScaleUp = ScaleUp()
     batch_policy: BatchPolicy = BatchPolicy.KEEP_GLOBAL
 
 
-class Backoff(_Node, kw_only=True):
+class Backoff(_Node, frozen=True, kw_only=True):
     initial_seconds: float = 5.0
     max_seconds: float = 300.0
     reset_after_seconds: float = 1800.0
 
 
-class Restart(_Node, kw_only=True):
+class Restart(_Node, frozen=True, kw_only=True):
     max_restarts: int = 10
     """Failures only; disruptions never count here (G10)."""
     window_seconds: float = 3600.0
@@ -190,7 +190,7 @@ class Restart(_Node, kw_only=True):
     max_disruptions_per_hour: int = 20
 
 
-class JobSpec(_Node, kw_only=True):
+class JobSpec(_Node, frozen=True, kw_only=True):
     slices: Slices
     template: Template
     checkpoint: Checkpoint
@@ -202,7 +202,7 @@ class JobSpec(_Node, kw_only=True):
     active_deadline_seconds: float | None = None
 
 
-class MultiSliceJob(_Node, kw_only=True):
+class MultiSliceJob(_Node, frozen=True, kw_only=True):
     """What `kubectl apply` and `everstep local apply` take."""
 
     api_version: str

@@ -33,7 +33,7 @@ class Phase(Enum):
     FAILED = "Failed"
 
 
-class Condition(_Node, kw_only=True):
+class Condition(_Node, frozen=True, kw_only=True):
     type: str
     status: str
     """`True`, `False` or `Unknown`."""
@@ -44,13 +44,13 @@ class Condition(_Node, kw_only=True):
     observed_generation: int
 
 
-class SliceCounts(_Node, kw_only=True):
+class SliceCounts(_Node, frozen=True, kw_only=True):
     desired: int
     granted: int = 0
     ready: int = 0
 
 
-class SliceStatus(_Node, kw_only=True):
+class SliceStatus(_Node, frozen=True, kw_only=True):
     id: SliceId
     rank: int | None
     """None when the slice is not a member of the current incarnation."""
@@ -63,24 +63,24 @@ class SliceStatus(_Node, kw_only=True):
     reason: str = ""
 
 
-class Coordinator(_Node, kw_only=True):
+class Coordinator(_Node, frozen=True, kw_only=True):
     address: str
     lead: HostId
 
 
-class CheckpointRequest(_Node, kw_only=True):
+class CheckpointRequest(_Node, frozen=True, kw_only=True):
     id: str
     reason: str
     deadline_s: float
     requested_at_s: float
 
 
-class LastCommitted(_Node, kw_only=True):
+class LastCommitted(_Node, frozen=True, kw_only=True):
     step: Step
     completed_at_s: float | None = None
 
 
-class CheckpointStatus(_Node, kw_only=True):
+class CheckpointStatus(_Node, frozen=True, kw_only=True):
     request: CheckpointRequest | None = None
     last_committed: LastCommitted | None = None
     step_snapshot: Step | None = None
@@ -88,13 +88,13 @@ class CheckpointStatus(_Node, kw_only=True):
     budget_seconds_learnt: float | None = None
 
 
-class RestartCounts(_Node, kw_only=True):
+class RestartCounts(_Node, frozen=True, kw_only=True):
     failures: int = 0
     disruptions: int = 0
     counted_in_window: int = 0
 
 
-class Recovery(_Node, kw_only=True):
+class Recovery(_Node, frozen=True, kw_only=True):
     """One change of incarnation, from its first cause to the first finished step after it."""
 
     incarnation: Incarnation
@@ -121,7 +121,7 @@ class Recovery(_Node, kw_only=True):
     total_s: float | None = None
 
 
-class JobStatus(_Node, kw_only=True):
+class JobStatus(_Node, frozen=True, kw_only=True):
     observed_generation: int = 0
     phase: Phase = Phase.PENDING
     message: str = ""

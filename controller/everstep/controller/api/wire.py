@@ -149,7 +149,7 @@ class ExitCause(Enum):
     STARTUP_FAILED = "StartupFailed"
     """The worker could not be started or could not reach the coordinator or the devices."""
     CONSEQUENCE = "Consequence"
-    """Ended because another member did (collective error, coordinator lost, killed by its agent)."""
+    """Ended because another member did: collective error, coordinator lost, ended by its agent."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
