@@ -33,6 +33,8 @@ class BannedCall:
 
     name: str
     instead: str
+    but_not: frozenset[str] = frozenset()
+    """Names below `x.*` that are fine."""
     allowed: dict[str, str] = field(default_factory=dict[str, str])
     """Glob of files → why it may be used there."""
 
@@ -66,7 +68,13 @@ NAMES = (
             }
         ),
     ),
-    BannedName(part="heartbeat", instead="`report`"),
+    BannedName(
+        part="heartbeat",
+        instead="`report`",
+        allowed_names=frozenset(
+            {"heartbeat_s", "heartbeat_timeout_s"}
+        ),  # JAX's own, which we only set.
+    ),
     BannedName(part="master", instead="`lead`"),
     BannedName(part="chief", instead="`lead`"),
     BannedName(part="launcher", instead="`agent` or `zygote`, whichever it is"),
@@ -105,6 +113,7 @@ CALLS: tuple[BannedCall, ...] = (
         instead="take `now_s` as an argument, or a `Clock`",
         allowed={
             "runtime/everstep/runtime/clock.py": "the one reader of time in the runtime",
+            "controller/everstep/controller/ops/clock.py": "the one reader in the controller",
             "controller/everstep/controller/cli/**": _DRIVER,
         },
     ),
@@ -118,9 +127,21 @@ CALLS: tuple[BannedCall, ...] = (
             "controller/everstep/controller/cli/demo/story.py": "draws a story from the seed",
         },
     ),
-    BannedCall(name="numpy.random.*", instead="a key or a generator that was passed in"),
-    BannedCall(name="secrets.*", instead="take the token as an argument"),
-    BannedCall(name="uuid.*", instead="take the id as an argument"),
+    BannedCall(
+        name="numpy.random.*",
+        instead="a generator made from a key",
+        but_not=frozenset({"numpy.random.Generator", "numpy.random.Philox"}),
+    ),
+    BannedCall(
+        name="secrets.*",
+        instead="take the token as an argument",
+        allowed={"controller/everstep/controller/ops/clock.py": "the one source of chance"},
+    ),
+    BannedCall(
+        name="uuid.*",
+        instead="take the id as an argument",
+        allowed={"controller/everstep/controller/ops/clock.py": "the one source of chance"},
+    ),
     BannedCall(name="os.urandom", instead="take the bytes as an argument"),
     BannedCall(name="os.system", instead="`subprocess` with a list of arguments"),
     BannedCall(name="pickle.*", instead="`msgspec`, which runs nothing that it reads"),
