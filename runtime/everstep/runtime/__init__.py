@@ -1,8 +1,70 @@
 """The runtime: what runs on each host beside and inside the user's training.
 
-`import everstep.runtime as es` is the user's door.
+`import everstep.runtime as es` is the user's door. Names are resolved when they are first used, so
+that a process that needs one of them (an agent, a tool) does not import jax for it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from everstep.runtime._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from everstep.runtime.errors import (
+        ConfigurationError,
+        EverstepError,
+        Infeasible,
+        StateRefused,
+    )
+    from everstep.runtime.loop.data import Batch, Dataset, IndexedDataset, ShuffledIndices
+    from everstep.runtime.loop.ending import Leave
+    from everstep.runtime.loop.main import main
+    from everstep.runtime.loop.reduction import ordered_step
+    from everstep.runtime.loop.run import Run
+
+__all__ = [
+    "Batch",
+    "ConfigurationError",
+    "Dataset",
+    "EverstepError",
+    "IndexedDataset",
+    "Infeasible",
+    "Leave",
+    "Run",
+    "ShuffledIndices",
+    "StateRefused",
+    "__version__",
+    "main",
+    "ordered_step",
+]
+
+_HOMES = {
+    "Batch": "loop.data",
+    "ConfigurationError": "errors",
+    "Dataset": "loop.data",
+    "EverstepError": "errors",
+    "IndexedDataset": "loop.data",
+    "Infeasible": "errors",
+    "Leave": "loop.ending",
+    "Run": "loop.run",
+    "ShuffledIndices": "loop.data",
+    "StateRefused": "errors",
+    "main": "loop.main",
+    "ordered_step": "loop.reduction",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
