@@ -71,18 +71,19 @@ clean: ## Remove .venv, .everstep and what the tools left.
 	rm -rf $(VENV) .everstep dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	    .import_linter_cache .coverage .coverage.*
 
-$(VENV)/bin/python:
+# pip is the last thing that `venv` makes, so a set-up that was interrupted is made whole.
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit(f"Everstep needs Python 3.11 to 3.13 and found {v[0]}.{v[1]}; name another one with PYTHON=, as in: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
 # `--only-binary` keeps compilers out of it: what has no wheel for this machine is refused by name.
-$(DEMO_STAMP): | $(VENV)/bin/python
+$(DEMO_STAMP): | $(BIN)/pip
 	$(PIP_INSTALL) --require-hashes --only-binary :all: -r requirements/demo.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The development requirements contain the demo's at the same versions, so this stands for both.
-$(DEV_STAMP): | $(VENV)/bin/python
+$(DEV_STAMP): | $(BIN)/pip
 	$(PIP_INSTALL) --require-hashes --only-binary :all: -r requirements/dev.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@ $(DEMO_STAMP)

@@ -14,7 +14,7 @@ CONTROLLER, RUNTIME = PACKAGES
 
 _FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:py|md|toml|txt|in|sh)|[\w.-]+(?:/[\w.-]+)+/?")
 _DATA = re.compile(r".*\.(?:json|jsonl|yaml|log)")
-_OF_THE_USER = frozenset({"train.py"})
+_NO_FILE_OF_OURS = frozenset({"train.py", "everstep.dev/v1alpha1"})
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
@@ -109,7 +109,7 @@ def tokens(text: str) -> Iterator[str]:
 def unresolved(text: str, page: Path, *, fields: frozenset[str], files: bool) -> Iterator[str]:
     """The backticked names in a text that name something of ours that does not exist."""
     for token in tokens(text):
-        if token in _OF_THE_USER or _DATA.fullmatch(token):
+        if token in _NO_FILE_OF_OURS or _DATA.fullmatch(token):
             continue  # Written when something runs, or by somebody else.
         is_file = _FILE.fullmatch(token) is not None
         if is_file and files:

@@ -244,7 +244,8 @@ def _offences(path: Path) -> Iterator[tuple[BannedCall | BannedRaise, int]]:
     ("source", "expected"),
     [
         pytest.param("import time\ntime.monotonic()", ["time.monotonic"], id="module"),
-        pytest.param("import time as t\nt.sleep(1)", ["time.sleep"], id="renamed-module"),
+        pytest.param("import time as t\nt.time_ns()", ["time.time_ns"], id="renamed-module"),
+        pytest.param("import time\ntime.sleep(0.01)", [], id="a-pause"),
         pytest.param("from time import time as now\nnow()", ["time.time"], id="renamed-name"),
         pytest.param("import time\nf(clock=time.time)", ["time.time"], id="handed-on"),
         pytest.param("self.time.monotonic()", [], id="an-attribute-of-ours"),
