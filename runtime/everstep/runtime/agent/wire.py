@@ -8,15 +8,16 @@ A request of another incarnation is answered 409 with `Refused`, both numbers in
 | method and path | body → answer | who serves |
 |---|---|---|
 | `POST /v1/join` | `Join` → `Joined`, held open until all are in or the join deadline | lead |
-| `GET /v1/progress` | → `Progress` | every member |
+| `GET /v1/progress[?held=S&wait_ms=T]` | → `Progress`, held open until S is held, or T | every member |
 | `POST /v1/hold` | `Hold` → `HoldAnswer` | every member |
-| `GET /v1/holdings?step=S` | → `Inventory` | every member |
+| `GET /v1/holdings[?step=S]` | → `Inventory` | every member |
 | `POST /v1/take` | `Take` → `Taken`; copies regions from peers into own memory | survivors |
 | `POST /v1/write` | `WriteOrder` → `Part`; writes owned regions of a step to storage | every member |
 | `GET /v1/holdings/{id}/manifest` | → `SnapshotManifest` | every member |
 | `GET /v1/holdings/{id}/bytes` + `Range` | → 206 raw bytes of the slot, by sendfile | every member |
 | `POST /v1/notice` | `NoticePosted` → 204; a member got SIGTERM, the controller may be down | lead |
 | `POST /v1/cadence` | `Cadence` → 204 | every member |
+| `POST /v1/committed` | `CommittedStep` → 204 | every member |
 | `GET /v1/health` | → 200 | every agent, no token |
 
 Reading a holding whose slot was overwritten meanwhile gives 410: the reader drops that source.
@@ -74,6 +75,9 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     step: Step
     leave: bool
+    """False proposes (snapshot and go on), true confirms (leave after it)."""
+    settled: bool = False
+    """The step is decided from what memory holds: end the worker now, wait for no boundary."""
 
 
 class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +94,13 @@ class Cadence(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot every so many steps from now on (`auto`, measured by the lead)."""
 
     every_steps: int
+
+
+class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """This step is a checkpoint now; told by the lead, so that members need not read the ledger."""
+
+    step: Step
+    committed_at_s: float
 
 
 class TakePart(msgspec.Struct, frozen=True, kw_only=True):
