@@ -1,0 +1,1 @@
+"""What every world needs beside its jobs: settings, the clock, the log."""

@@ -1,0 +1,1 @@
+"""What every `core.model.World` promises, as tests: `checks` has them, a world brings a `Rig`."""
