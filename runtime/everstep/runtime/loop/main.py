@@ -68,4 +68,3 @@ def _be_worker(train: Callable[..., object], fd: int, options: Options) -> NoRet
 
 def _import_before_forking() -> None:
     """Import in the zygote, once, what every forked worker would import anew."""
-
