@@ -1,0 +1,223 @@
+"""The layout that Orbax reads: names of arrays and the metadata files beside them. Pure.
+
+Orbax joins a leaf's keys with dots to name its array, reads the tree back from `_METADATA`, and
+knows mappings and sequences only. Where two leaves of ours would be one of Orbax's, one of them is
+escaped, there and here, so that no two ever meet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from everstep.runtime.errors import StateRefused
+from everstep.runtime.layout.scalars import decode_scalar
+from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
+
+HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+ITEM = "state"
+INDICATOR = "orbax.checkpoint"
+MARKER = "commit_success.txt"
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarArray:
+    """A Python scalar that Orbax wants as an array of rank 0."""
+
+    name: str
+    dtype: str
+    value: bool | int | float | complex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrbaxFiles:
+    files: dict[str, bytes]
+    """By path in the checkpoint's folder."""
+    scalars: tuple[ScalarArray, ...]
+
+
+def orbax_keys(tree: TreeSpec) -> tuple[tuple[str, ...], ...]:
+    """The keys under which Orbax knows each leaf; no two leaves have the same joined name.
+
+    Raises:
+        StateRefused: a key that is not text that can be stored (a lone surrogate).
+    """
+    for leaf in tree.leaves:
+        for key in leaf.path:
+            try:
+                key.name.encode()
+            except UnicodeEncodeError as error:
+                raise StateRefused(
+                    ascii(leaf.name), "a key that is not valid Unicode", "text as a key"
+                ) from error
+    escaped: set[int] = set()
+    while True:
+        keys = [_keys(leaf.path, index in escaped) for index, leaf in enumerate(tree.leaves)]
+        more = _collisions(tree, keys) - escaped
+        if not more:
+            return tuple(keys)
+        escaped |= more
+
+
+def array_names(tree: TreeSpec) -> tuple[str | None, ...]:
+    """Name of each leaf's array; None for leaves without bytes."""
+    return tuple(
+        ".".join(keys) if leaf.is_stored_as_bytes else None
+        for leaf, keys in zip(tree.leaves, orbax_keys(tree), strict=True)
+    )
+
+
+def layout(
+    tree: TreeSpec, chunks: Mapping[int, Sequence[int]], *, begun_s: float, committed_s: float
+) -> OrbaxFiles:
+    """All files that make the arrays a checkpoint of Orbax, but the markers."""
+    keys = orbax_keys(tree)
+    entries: dict[str, Any] = {}
+    arrays: list[Any] = []
+    strings: dict[str, str] = {}
+    scalars: list[ScalarArray] = []
+    for index, (leaf, names) in enumerate(zip(tree.leaves, keys, strict=True)):
+        name = ".".join(names)
+        kind, is_empty = _value_type(leaf)
+        value: dict[str, Any] = {"value_type": kind, "skip_deserialize": is_empty}
+        if leaf.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+            value["write_shape"] = list(leaf.shape)
+            arrays.append(_array_metadata(name, leaf, chunks[index]))
+        elif leaf.kind is LeafKind.SCALAR:
+            python = decode_scalar(leaf.dtype, leaf.value or "")
+            if kind == "string":
+                strings[name] = str(python)
+            elif not isinstance(python, str):
+                scalars.append(ScalarArray(name=name, dtype=_SCALARS[type(python)], value=python))
+        entries[str(names)] = {
+            "key_metadata": [
+                {"key": text, "key_type": 1 if key.kind is KeyKind.SEQUENCE else 2}
+                for key, text in zip(leaf.path, names, strict=True)
+            ],
+            "value_metadata": value,
+        }
+    files = {
+        f"{ITEM}/_METADATA": _json(
+            {
+                "tree_metadata": entries,
+                "use_ocdbt": True,
+                "use_zarr3": True,
+                "store_array_data_equal_to_fill_value": True,
+                "custom_metadata": None,
+            }
+        ),
+        f"{ITEM}/array_metadatas/process_0": _json({"array_metadatas": arrays}),
+        "_CHECKPOINT_METADATA": _json(
+            {
+                "item_handlers": {ITEM: HANDLER},
+                "metrics": {},
+                "performance_metrics": {},
+                "init_timestamp_nsecs": int(begun_s * 1e9),
+                "commit_timestamp_nsecs": int(committed_s * 1e9),
+                "custom_metadata": {},
+            }
+        ),
+        INDICATOR: b"",
+    }
+    if strings:
+        files[f"{ITEM}/_strings.json"] = _json(strings)
+    return OrbaxFiles(files=files, scalars=tuple(scalars))
+
+
+_SCALARS: dict[type, str] = {
+    bool: "bool",
+    int: "int64",
+    float: "float64",
+    complex: "complex128",
+}
+
+
+def _value_type(leaf: Leaf) -> tuple[str, bool]:
+    """Orbax's word for a leaf, and whether there is nothing to read for it."""
+    match leaf.kind:
+        case LeafKind.ARRAY | LeafKind.PRNG_KEY:
+            return "jax.Array", False
+        case LeafKind.NUMPY:
+            return "np.ndarray", False
+        case LeafKind.NONE:
+            return "None", True
+        case LeafKind.EMPTY:
+            return {"list": "List", "tuple": "Tuple"}.get(leaf.dtype, "Dict"), True
+        case LeafKind.SCALAR:
+            value = decode_scalar(leaf.dtype, leaf.value or "")
+            if isinstance(value, str) or (type(value) is int and value not in _INT64):
+                return "string", False
+            return ("np.ndarray" if isinstance(value, complex) else "scalar"), False
+
+
+def _array_metadata(name: str, leaf: Leaf, chunk: Sequence[int]) -> dict[str, Any]:
+    extended = {"random_key_impl": leaf.impl} if leaf.kind is LeafKind.PRNG_KEY else None
+    return {
+        "array_metadata": {
+            "param_name": name,
+            "write_shape": list(leaf.shape),
+            "chunk_shape": list(chunk),
+            "ext_metadata": extended,
+        }
+    }
+
+
+def _keys(path: tuple[Key, ...], is_escaped: bool) -> tuple[str, ...]:
+    if not is_escaped:
+        return tuple(key.name for key in path)
+    return tuple(_escape(key) for key in path)
+
+
+def _escape(key: Key) -> str:
+    """Injective over kind and name together, and free of dots."""
+    text = re.sub(r"[%.~]", lambda match: f"%{ord(match[0]):02X}", key.name)
+    return text if key.kind is KeyKind.DICT else f"{text}~{key.kind.value}"
+
+
+def _collisions(tree: TreeSpec, keys: Sequence[tuple[str, ...]]) -> set[int]:
+    """Leaves to escape: all but the plainest of those that Orbax would take for one."""
+    groups: dict[object, set[int]] = defaultdict(set)
+    owners: dict[tuple[str, ...], set[tuple[Key, ...]]] = defaultdict(set)
+    for index, leaf in enumerate(tree.leaves):
+        groups[".".join(keys[index])].add(index)
+        for length in range(1, len(keys[index]) + 1):
+            prefix = keys[index][:length]
+            owners[prefix].add(leaf.path[:length])
+            groups[prefix].add(index)
+    found: set[int] = set()
+    for identity, members in groups.items():
+        if isinstance(identity, str):
+            is_shared = len(members) > 1
+        else:
+            is_shared = len(owners[identity]) > 1  # type: ignore[index]
+        if is_shared:
+            plainest = min(members, key=lambda i: _oddness(tree.leaves[i], i))
+            kept = _family(tree, members, plainest, identity)
+            found |= members - kept
+    return found
+
+
+def _oddness(leaf: Leaf, index: int) -> tuple[int, int]:
+    odd = sum(
+        key.kind is KeyKind.DICT_INT or any(c in key.name for c in ".%~") for key in leaf.path
+    )
+    return odd, index
+
+
+def _family(tree: TreeSpec, members: set[int], plainest: int, identity: object) -> set[int]:
+    """The plainest leaf, and those that share its container where a container is in question."""
+    if isinstance(identity, str):
+        return {plainest}
+    length = len(identity)  # type: ignore[arg-type]
+    head = tree.leaves[plainest].path[:length]
+    return {index for index in members if tree.leaves[index].path[:length] == head}
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,159 @@
+"""Read a committed checkpoint: any box of any leaf, into memory that the caller owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.runtime.errors import ChecksumMismatch, ManifestCorrupt, check
+from everstep.runtime.layout.boxes import Box, whole
+from everstep.runtime.layout.manifest import Region
+from everstep.runtime.layout.tree import TreeSpec
+from everstep.runtime.storage import manifest as files
+from everstep.runtime.storage.history import Commit
+from everstep.runtime.storage.store import StorageMissing, Store
+from everstep.runtime.storage.tensors import (
+    ArrayPlan,
+    ArrayReader,
+    PendingRead,
+    StoredDamage,
+    cells,
+    numpy_dtype,
+)
+
+Array = NDArray[Any]
+
+
+class CheckpointReader:
+    """One checkpoint, opened. Any thread. Never writes or deletes.
+
+    Every byte is checked (G9): the small files against the digests in `everstep.json`, that file
+    against the digest in the ledger, every chunk against the checksum noted when it was written.
+    """
+
+    def __init__(self, store: Store, commit: Commit) -> None:
+        """Open, and verify all small files.
+
+        Raises:
+            ManifestCorrupt: a file is missing, or is not what was committed.
+            ChecksumMismatch: a small file was altered.
+            StorageUnavailable: storage did not answer; that says nothing about the checkpoint.
+        """
+        self._store = store
+        self.commit = commit
+        self.where = f"{store.uri}/{commit.folder}"
+        manifest = files.decode_manifest(
+            self._small(files.MANIFEST), expected_digest=commit.digest, where=self.where
+        )
+        contents = {name: self._small(name) for name in manifest.files}
+        for name, expected in manifest.files.items():
+            found = files.digest(contents[name])
+            if found != expected:
+                raise ChecksumMismatch(self.where, name, expected, found)
+        self.manifest = manifest
+        self._crcs: dict[int, dict[tuple[int, ...], int]] = {}
+        for writer in manifest.writers:
+            name = files.part_name(writer)
+            self._note_checksums(files.decode_part(contents[name], where=self.where, name=name))
+        self._arrays = ArrayReader(store.location(f"{commit.folder}/{files.ARRAYS}"))
+
+    @property
+    def tree(self) -> TreeSpec:
+        return self.manifest.tree
+
+    @property
+    def extra(self) -> Mapping[str, str]:
+        return self.manifest.extra
+
+    @property
+    def chunks(self) -> Mapping[int, tuple[int, ...]]:
+        """Chunk shape by leaf: reads along its borders touch no byte too many."""
+        return self.manifest.chunks
+
+    def read_into(self, leaf: int, box: Box, out: Array) -> None:
+        """Read one region. See `read_many`."""
+        self.read_many([(Region(leaf, box), out)])
+
+    def read_many(self, reads: Sequence[tuple[Region, Array]]) -> None:
+        """Read regions together, each into its own array of the region's shape and dtype.
+
+        Raises:
+            ChecksumMismatch: names the leaf, the region and the file.
+            ManifestCorrupt: a chunk or its description is missing or unreadable.
+
+        Blocking: until all are read; what is in flight at once is what was asked for. The arrays
+        are undefined after an error.
+        """
+        pending: list[tuple[Region, PendingRead]] = []
+        failures: list[tuple[Region, StoredDamage]] = []
+        for region, out in reads:
+            if region.box.is_empty:
+                continue
+            try:
+                pending.append((region, self._begin(region, out)))
+            except StoredDamage as damage:
+                failures.append((region, damage))
+        # All are waited for, also after a failure: none may write into `out` after the return.
+        for region, read in pending:
+            try:
+                read.finish()
+            except StoredDamage as damage:
+                failures.append((region, damage))
+        if failures:
+            region, first = failures[0]
+            kind = ChecksumMismatch if first.is_checksum else ManifestCorrupt
+            raise kind(self.where, self._describe(region), first.expected, first.found) from first
+
+    def plan(self, leaf: int) -> ArrayPlan:
+        """How a leaf's array is stored."""
+        name = self.manifest.arrays[leaf]
+        spec = self.tree.leaves[leaf]
+        if name is None or leaf not in self.manifest.chunks:
+            raise ManifestCorrupt(self.where, spec.name, "an array", "no array")
+        return ArrayPlan(
+            name=name, dtype=spec.dtype, shape=spec.shape, chunk=self.manifest.chunks[leaf]
+        )
+
+    def _begin(self, region: Region, out: Array) -> PendingRead:
+        plan = self.plan(region.leaf)
+        check(
+            whole(plan.shape).contains(region.box)
+            and out.shape == region.box.shape
+            and out.dtype == numpy_dtype(plan.dtype),
+            f"{self._describe(region)} is read into {out.dtype} {out.shape}",
+        )
+        crcs = self._crcs.get(region.leaf, {})
+        lacking = [cell for cell in cells(region.box, plan.chunk) if cell not in crcs]
+        if lacking:
+            raise StoredDamage(
+                "a checksum of every chunk", f"none of {lacking[0]}", is_checksum=False
+            )
+        return self._arrays.begin(plan, region.box, out, crcs)
+
+    def _note_checksums(self, part: files.PartRecord) -> None:
+        for region, crcs in zip(part.regions, part.crcs, strict=True):
+            noted = self._crcs.setdefault(region.leaf, {})
+            noted.update(
+                zip(cells(region.box, self.manifest.chunks[region.leaf]), crcs, strict=True)
+            )
+
+    def _small(self, name: str) -> bytes:
+        try:
+            return self._store.read(f"{self.commit.folder}/{name}")
+        except StorageMissing as error:
+            raise ManifestCorrupt(self.where, name, "a file", "nothing") from error
+
+    def _describe(self, region: Region) -> str:
+        name = self.tree.leaves[region.leaf].name
+        return f"{name} region {list(region.box.start)} to {list(region.box.stop)}"
+
+
+def read_leaf(reader: CheckpointReader, leaf: int) -> Array:
+    """A whole leaf, in fresh memory."""
+    spec = reader.tree.leaves[leaf]
+    out = np.empty(spec.shape, numpy_dtype(spec.dtype))
+    reader.read_into(leaf, whole(spec.shape), out)
+    return out
