@@ -141,9 +141,10 @@ _SCALARS: dict[type, str] = {
 def _value_type(leaf: Leaf) -> tuple[str, bool]:
     """Orbax's word for a leaf, and whether there is nothing to read for it."""
     match leaf.kind:
-        case LeafKind.ARRAY | LeafKind.PRNG_KEY:
-            return "jax.Array", False
-        case LeafKind.NUMPY:
+        case LeafKind.ARRAY | LeafKind.PRNG_KEY | LeafKind.NUMPY:
+            # Also for device arrays: Orbax then loads without a target, as numpy. What a target
+            # asks for it gives in any case. `jax.Array` without a target would need a file that
+            # lists every device id of the run that saved.
             return "np.ndarray", False
         case LeafKind.NONE:
             return "None", True
