@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import structlog
-from jobs import make_job
 from structlog.testing import CapturingLogger
 from structlog.typing import FilteringBoundLogger
 
@@ -19,6 +18,7 @@ from everstep.controller.local.events import read_events
 from everstep.controller.local.folder import StateFolder
 from everstep.controller.local.world import LocalWorld
 from everstep.controller.ops.clock import SystemClock, fresh_uid
+from jobs import make_job
 
 OBEDIENT = (sys.executable, str(Path(__file__).with_name("obedient_agent.py")))
 PATIENT = ("/bin/sh", "-c", "exec sleep 1000000", "patient-agent")

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import pytest
-from waiting import wait_for
 
-from everstep.controller.api.ids import HostId, Incarnation, SliceId
+from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.settings import resolve_settings
 from everstep.controller.api.status import JobStatus
-from everstep.controller.api.wire import Command, Directive, Member, MemberHost, Rank
+from everstep.controller.api.wire import Command, Directive, Member, MemberHost
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.core.model import (
     Capacity,
@@ -28,6 +27,7 @@ from everstep.controller.core.model import (
     World,
     WriteDirective,
 )
+from waiting import wait_for
 
 __all__ = [
     "test_a_directive_that_is_not_newer_is_never_written",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 from everstep.controller.api.ids import SliceId
 from everstep.controller.core.model import Capacity, NoticeClass
@@ -112,12 +113,26 @@ def take_away(
         notice = None if found is None else found.notice
         if notice_id is not None and (notice is None or notice.id != notice_id):
             return False
-        now_s = clock.unix_s()
-        since_s = found.since_s if found and found.state is Capacity.GONE else now_s
-        record = CapacityRecord(state=Capacity.GONE, since_s=since_s)
-        write_durable(folder.slice_capacity(slice_id), encode(record))
+        _mark_gone(folder, slice_id, clock.unix_s())
     kill(place_of(folder, slice_id), clock=clock)
     return True
+
+
+def take_all_away(state: StateFolder, job: str, slice_ids: Iterable[int], *, clock: Clock) -> None:
+    """Take slices away together, as when a whole zone goes; see `take_away`."""
+    folder = state.job(job)
+    place = place_of(folder)
+    with state.writing():
+        for slice_id in slice_ids:
+            _mark_gone(folder, SliceId(slice_id), clock.unix_s())
+    kill(place, clock=clock)
+
+
+def _mark_gone(folder: JobFolder, slice_id: SliceId, now_s: float) -> None:
+    found = load_capacity(folder, slice_id)
+    since_s = found.since_s if found and found.state is Capacity.GONE else now_s
+    record = CapacityRecord(state=Capacity.GONE, since_s=since_s)
+    write_durable(folder.slice_capacity(slice_id), encode(record))
 
 
 def give_back(state: StateFolder, job: str, slice_id: SliceId, *, now_s: float) -> str:

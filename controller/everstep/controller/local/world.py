@@ -168,9 +168,10 @@ class LocalWorld:
                 if found is not None:
                     if identity.is_running(found.identity):
                         continue
+                if folder.host(host).exists():
+                    # Also with an unreadable record: two agents of one host never live at once.
+                    end_rest(Place(job_uid=record.metadata.uid, slice=host.slice, host=host.host))
                     forget(folder, host)
-                # Also without a readable record: two agents of one host must never live at once.
-                end_rest(Place(job_uid=record.metadata.uid, slice=host.slice, host=host.host))
                 order = spawn_order(record, self.folder, host, self._agent_command)
                 spawn(
                     order,

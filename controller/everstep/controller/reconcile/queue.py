@@ -13,8 +13,13 @@ from typing import TypeVar
 
 V = TypeVar("V")
 
-_NOTHING_DUE: Mapping[str, float] = MappingProxyType({})
-_NO_FAILURES: Mapping[str, int] = MappingProxyType({})
+
+def _no_time() -> Mapping[str, float]:
+    return MappingProxyType({})
+
+
+def _no_count() -> Mapping[str, int]:
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +42,8 @@ class Queue:
     that was added is taken after its due time, unless forgotten.
     """
 
-    due: Mapping[str, float] = field(default=_NOTHING_DUE)
-    failures: Mapping[str, int] = field(default=_NO_FAILURES)
+    due: Mapping[str, float] = field(default_factory=_no_time)
+    failures: Mapping[str, int] = field(default_factory=_no_count)
     backoff: Backoff = Backoff()
 
     def add(self, key: str, at_s: float) -> Queue:

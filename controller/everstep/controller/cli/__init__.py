@@ -1,0 +1,1 @@
+"""What people type. The only room that prints; it decides nothing."""
