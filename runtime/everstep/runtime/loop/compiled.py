@@ -6,10 +6,13 @@ then found for ever. Here an entry appears whole or not at all, and carries its 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
+import platform
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ def keep_compiled(folder: Path) -> None:
 
 def _install(folder: Path) -> None:
     """Put our entries in the place of jax's. Private, so only for versions that are known."""
-    from jax._src import compilation_cache
+    from jax._src import cache_key, compilation_cache
     from jax._src.compilation_cache_interface import CacheInterface
 
     class Entries(CacheInterface):
@@ -58,6 +61,38 @@ def _install(folder: Path) -> None:
     if private._cache is None and not private._cache_initialized:
         private._cache = Entries()
         private._cache_initialized = True
+    keys: Any = cache_key
+    if getattr(keys._hash_accelerator_config, "__module__", "") != __name__:
+        keys._hash_accelerator_config = _make_config_hash(keys._hash_accelerator_config)
+
+
+def _make_config_hash(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Leave the rank out of a CPU program's key.
+
+    What jax hashes of a CPU client is another number in each process, and process 0 alone writes
+    entries: no other process would ever find one. The program itself is the same for all; what
+    counts is the kind of machine that it was compiled for.
+    """
+
+    def hash_config(hash_obj: Any, devices: Any) -> None:
+        kinds = [(device.platform, device.device_kind) for device in devices.flat]
+        if any(name != "cpu" for name, _ in kinds):
+            original(hash_obj, devices)
+        else:
+            hash_obj.update(repr((kinds, machine_kind())).encode())
+
+    return hash_config
+
+
+@functools.cache
+def machine_kind() -> str:
+    """Architecture and instruction sets of this machine's processor, as far as it says them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([platform.machine(), *told])
 
 
 def read_entry(folder: Path, key: str) -> bytes | None:

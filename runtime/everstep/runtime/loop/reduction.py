@@ -88,9 +88,10 @@ class _OrderedGradients:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.gather = jax.jit(lambda params: params, out_shardings=self._everywhere)
-        self.take_round = jax.jit(self._take_round, static_argnums=(1,))
+        self.take_round = jax.jit(self._take_round)
         self.gradient = jax.jit(self._gradient)
         self.add = jax.jit(self._add)
+        self._round_numbers = [self._everywhere_number(r) for r in range(self._rounds)]
         self._shard_numbers = [self._number_shards(r) for r in range(self._rounds)]
 
     def __call__(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
@@ -103,9 +104,9 @@ class _OrderedGradients:
             )
         whole = params if _is_everywhere(params) else self.gather(params)
         outputs: list[Any] = []
-        for number in range(self._rounds):
+        for number, shards in zip(self._round_numbers, self._shard_numbers, strict=True):
             rows = batch.rows if self._rounds == 1 else self.take_round(batch.rows, number)
-            outputs.append(self.gradient(whole, rows, key, self._shard_numbers[number]))
+            outputs.append(self.gradient(whole, rows, key, shards))
         loss, aux, gradients = self.add(outputs)
         return loss, aux, gradients
 
@@ -118,13 +119,19 @@ class _OrderedGradients:
         numbers = np.arange(self._mesh.size, dtype=np.int32) * self._rounds + round_number
         return jax.make_array_from_callback(numbers.shape, self._divided, lambda i: numbers[i])
 
-    def _take_round(self, rows: Any, number: int) -> Any:
-        take = self._on_each_device(
-            lambda part: jax.tree.map(lambda a: jax.lax.slice_in_dim(a, number, number + 1), part),
-            in_specs=self._divided.spec,
-            out_specs=self._divided.spec,
+    def _everywhere_number(self, number: int) -> jax.Array:
+        value = np.asarray(number, np.int32)
+        return jax.make_array_from_callback((), self._everywhere, lambda _: value)
+
+    def _take_round(self, rows: Any, number: jax.Array) -> Any:
+        def take(part: Any, number: jax.Array) -> Any:
+            return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, number, 1), part)
+
+        divided = self._divided.spec
+        on_each = self._on_each_device(
+            take, in_specs=(divided, self._everywhere.spec), out_specs=divided
         )
-        return take(rows)
+        return on_each(rows, number)
 
     def _gradient(self, params: Any, rows: Any, key: jax.Array, shard_numbers: jax.Array) -> Any:
         def of_one_shard(params: Any, rows: Any, key: jax.Array, number: jax.Array) -> Any:

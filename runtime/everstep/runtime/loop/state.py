@@ -6,7 +6,7 @@ name, before the first snapshot; nothing is converted in silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from everstep.runtime.errors import StateRefused
+from everstep.runtime.layout.compare import refuse_difference
 from everstep.runtime.layout.dtypes import STORABLE
 from everstep.runtime.layout.flat import FlatState, TreeDef
 from everstep.runtime.layout.scalars import Scalar, encode_scalar, scalar_type
@@ -265,25 +266,4 @@ def _refuse_change(before: FlatState, now: FlatState) -> None:
     if not changed:
         # Equal leaves in other containers: a class changed, or a list became a tuple.
         raise StateRefused("state", str(now.treedef), f"the structure before, {before.treedef}")
-    names = [(old.get(path) or new[path]).name for path in changed]
-    raise StateRefused(
-        ", ".join(names),
-        "; ".join(_words(new, path) for path in changed),
-        "; ".join(_words(old, path) for path in changed) + ", as at the step before",
-    )
-
-
-def _words(tree: Mapping[tuple[Key, ...], Leaf], path: tuple[Key, ...]) -> str:
-    return describe(tree[path]) if path in tree else "nothing"
-
-
-def describe(leaf: Leaf) -> str:
-    """A leaf's kind, dtype and shape, for people."""
-    if leaf.kind in (LeafKind.NONE, LeafKind.EMPTY):
-        return "None" if leaf.kind is LeafKind.NONE else "an empty container"
-    if leaf.kind is LeafKind.SCALAR:
-        return f"a Python {leaf.dtype}"
-    shape = ",".join(map(str, leaf.shape))
-    if leaf.kind is LeafKind.PRNG_KEY:
-        return f"PRNG key data {leaf.impl}[{shape}]"
-    return f"{leaf.dtype}[{shape}]"
+    refuse_difference(changed, found=new, expected=old)
