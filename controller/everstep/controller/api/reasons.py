@@ -50,6 +50,7 @@ class Reason(Enum):
     WORKER_KILLED = "WorkerKilled"
     WORKER_HUNG = "WorkerHung"
     AGENT_SILENT = "AgentSilent"
+    COLLECTIVE_ERROR = "CollectiveError"
     JOIN_TIMED_OUT = "JoinTimedOut"
     SCALE_UP = "ScaleUp"
     SCALE_DOWN = "ScaleDown"
@@ -108,6 +109,9 @@ TABLE: dict[Reason, ReasonEntry] = {
     Reason.WORKER_KILLED: _entry(_W, "A worker was killed by a signal.", _F),
     Reason.WORKER_HUNG: _entry(_W, "A worker made no progress within the progress timeout.", _F),
     Reason.AGENT_SILENT: _entry(_W, "An agent sent no report within the report timeout.", _D),
+    Reason.COLLECTIVE_ERROR: _entry(
+        _W, "The workers lost each other and no first cause was found.", _F
+    ),
     Reason.JOIN_TIMED_OUT: _entry(_W, "Hosts did not join before the join deadline.", _F),
     Reason.SCALE_UP: _entry(_I, "Capacity is back or more slices are desired."),
     Reason.SCALE_DOWN: _entry(_I, "Fewer slices are desired."),

@@ -73,10 +73,9 @@ def check_update(old: MultiSliceJob, new: MultiSliceJob) -> tuple[Problem, ...]:
     return tuple(found.items)
 
 
-def suspicions(job: MultiSliceJob) -> tuple[Problem, ...]:
+def suspicions(spec: JobSpec) -> tuple[Problem, ...]:
     """Return what is legal but probably not meant; shown as `ConfigurationSuspect`."""
     found = _Problems()
-    spec = job.spec
     grace, budget = (
         spec.template.spec.termination_grace_period_seconds,
         spec.checkpoint.emergency.budget_seconds,

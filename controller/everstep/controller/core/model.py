@@ -162,6 +162,10 @@ class Plan:
     actions: tuple[Action, ...]
     requeue_after_s: float | None
     """When to plan again even if nothing is seen to change."""
+    must_persist: bool = True
+    """False: the ledger is the same and in the status at most figures for the eye differ (step,
+    rate, loss, newest snapshot and commit). They may be written at leisure or not at all, so that
+    steady state costs no write (invariant 7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

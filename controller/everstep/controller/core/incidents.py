@@ -1,0 +1,355 @@
+"""Planned changes: what the spec and the notices demand, the request that asks for it, its end.
+
+One incident is open at a time. While its drain lasts, whatever else is announced joins it
+(invariant 3): the request is extended under a new id, or turned into one of a stronger kind. The
+drain ends with the lead's answer or with the deadline, whichever is first (invariant 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from everstep.controller.api.ids import SliceId
+from everstep.controller.api.reasons import Reason
+from everstep.controller.api.spec import OnLoss, PlannedAction
+from everstep.controller.api.wire import ExitCause, Held, HostPhase
+from everstep.controller.core.ledger import Incident, IncidentKind, Stage
+from everstep.controller.core.model import Notice, NoticeClass, ProcessState
+from everstep.controller.core.policy import (
+    is_growth_ready,
+    largest_allowed,
+    ready_standby,
+)
+from everstep.controller.core.transitions import Cause, charge_disruption, finish, halt
+from everstep.controller.core.turn import Turn
+
+_MARGIN_SHARE = 0.25
+"""A notice shorter than the margin keeps three quarters of itself for the drain."""
+_ENDING = (IncidentKind.DELETE, IncidentKind.DEADLINE, IncidentKind.SUSPEND)
+"""After these nothing goes on, so the step has to be durable and a loss changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What ought to happen to a running job, if nothing breaks."""
+
+    kind: IncidentKind
+    cause_at_s: float
+    deadline_s: float
+    doomed: tuple[SliceId, ...] = ()
+    durable: bool = False
+    slice: SliceId | None = None
+    notices: tuple[str, ...] = ()
+
+
+def find_demand(turn: Turn) -> Demand | None:
+    """Return the strongest demand on a running job."""
+    spec, ledger, now_s = turn.spec, turn.ledger, turn.now_s
+    budget_s = spec.checkpoint.emergency.budget_seconds
+    patience_s = spec.runtime.timeouts.join_seconds + budget_s
+    if turn.view.is_deleting:
+        kind = IncidentKind.DELETE
+        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + budget_s, durable=True)
+    ends_s = active_until_s(turn)
+    if ends_s is not None and now_s >= ends_s:
+        kind = IncidentKind.DEADLINE
+        return Demand(kind=kind, cause_at_s=ends_s, deadline_s=now_s + budget_s, durable=True)
+    if ends_s is not None:
+        turn.wake_at(ends_s)
+    if spec.suspend:
+        kind = IncidentKind.SUSPEND
+        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + patience_s, durable=True)
+    announced = [turn.notices[id_] for id_ in ledger.members if turn.is_doomed(id_)]
+    if announced:
+        return _answer_notices(turn, announced)
+    target = largest_allowed(spec.slices, len(ledger.members))
+    if target is not None and target < len(ledger.members):
+        return Demand(
+            kind=IncidentKind.SCALE_DOWN,
+            cause_at_s=now_s,
+            deadline_s=now_s + patience_s,
+            doomed=ledger.members[target:],
+        )
+    if ledger.incident is None and is_growth_ready(turn):
+        kind = IncidentKind.SCALE_UP
+        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + patience_s)
+    return _find_checkpoint(turn)
+
+
+def active_until_s(turn: Turn) -> float | None:
+    limit_s, since_s = turn.spec.active_deadline_seconds, turn.ledger.started_at_s
+    return None if limit_s is None or since_s is None else since_s + limit_s
+
+
+def _answer_notices(turn: Turn, announced: list[Notice]) -> Demand:
+    members = turn.ledger.members
+    doomed = {notice.slice for notice in announced}
+    staying = [id_ for id_ in members if id_ not in doomed]
+    count = largest_allowed(turn.spec.slices, len(staying))
+    # Where the survivors are not an allowed count, some of them have to go too, and what only
+    # they hold has to move as well.
+    leaving = doomed if count is None else {*doomed, *staying[count:]}
+    first = min(announced, key=lambda notice: (notice.first_seen_s, notice.slice))
+    return Demand(
+        kind=IncidentKind.NOTICE,
+        cause_at_s=first.first_seen_s,
+        deadline_s=min(_drain_until_s(turn, notice) for notice in announced),
+        doomed=tuple(id_ for id_ in members if id_ in leaving),
+        durable=count is None or turn.spec.elasticity.on_loss is OnLoss.FAIL,
+        slice=first.slice,
+        notices=tuple(sorted(notice.id for notice in announced)),
+    )
+
+
+def _drain_until_s(turn: Turn, notice: Notice) -> float:
+    """Return the deadline of the drain: the notice's, less a margin, and not absurdly late."""
+    emergency, timeouts = turn.spec.checkpoint.emergency, turn.spec.runtime.timeouts
+    length_s = max(0.0, notice.deadline_s - notice.first_seen_s)
+    margin_s = min(emergency.safety_margin_seconds, _MARGIN_SHARE * length_s)
+    began_s = turn.now_s if turn.ledger.incident is None else turn.ledger.incident.decided_at_s
+    latest_s = began_s + max(emergency.budget_seconds, timeouts.progress_seconds)
+    return min(notice.deadline_s - margin_s, latest_s)
+
+
+def _find_checkpoint(turn: Turn) -> Demand | None:
+    if turn.spec.disruption.planned_action is not PlannedAction.CHECKPOINT_ONLY:
+        return None
+    open_ = [
+        notice
+        for id_ in turn.ledger.members
+        if (notice := turn.notices.get(id_)) is not None
+        and notice.notice_class is NoticeClass.PLANNED
+        and notice.id not in turn.ledger.notices_served
+    ]
+    if not open_:
+        return None
+    first = min(open_, key=lambda notice: (notice.first_seen_s, notice.slice))
+    return Demand(
+        kind=IncidentKind.CHECKPOINT,
+        cause_at_s=first.first_seen_s,
+        deadline_s=min(_drain_until_s(turn, notice) for notice in open_),
+        durable=True,
+        slice=first.slice,
+        notices=tuple(sorted(notice.id for notice in open_)),
+    )
+
+
+def advance_incident(turn: Turn) -> None:
+    """Open, extend, withdraw or conclude the incident of a running job."""
+    demand = find_demand(turn)
+    incident = turn.ledger.incident
+    if incident is not None:
+        answer = turn.answer()
+        if answer is not None or turn.now_s >= incident.deadline_s:
+            _conclude(turn, incident, demand, answer)
+            return
+        turn.wake_at(incident.deadline_s)
+        keeps = incident.kind is IncidentKind.SCALE_UP and ready_standby(turn)
+        if demand is None and not keeps:
+            _withdraw(turn, incident)
+            return
+        if demand is None or not _replaces(incident, demand):
+            return
+    elif demand is None:
+        return
+    _open(turn, demand)
+    opened = turn.ledger.incident
+    if opened is None:
+        return
+    if turn.now_s >= opened.deadline_s or not _can_hold(turn, opened):
+        _conclude(turn, opened, demand, None)
+    else:
+        turn.wake_at(opened.deadline_s)
+
+
+def _replaces(incident: Incident, demand: Demand) -> bool:
+    """Whether the request has to be made anew for a demand."""
+    if incident.kind is not demand.kind:
+        order = list(IncidentKind)
+        stronger = order.index(demand.kind) < order.index(incident.kind)
+        # A weaker demand is the strongest one left, so what the incident was for is gone. Growth
+        # is the exception: it is demanded once, and then seen through.
+        return stronger or incident.kind is not IncidentKind.SCALE_UP
+    return (
+        not set(demand.doomed) <= set(incident.doomed)
+        or (demand.durable and not incident.durable)
+        or (bool(demand.notices) and demand.deadline_s < incident.deadline_s - 1e-6)
+    )
+
+
+def _open(turn: Turn, demand: Demand) -> None:
+    ledger, old = turn.ledger, turn.ledger.incident
+    joined = old is not None and old.kind is demand.kind
+    number = ledger.requests + 1
+    doomed = {*demand.doomed, *(old.doomed if old is not None and joined else ())}
+    turn.change(
+        requests=number,
+        incident=Incident(
+            kind=demand.kind,
+            number=number,
+            doomed=tuple(sorted(doomed)),
+            durable=demand.durable or (old is not None and joined and old.durable),
+            # The first cause stays, whatever joins it.
+            slice=old.slice if old is not None and joined else demand.slice,
+            cause_at_s=old.cause_at_s if old is not None and joined else demand.cause_at_s,
+            decided_at_s=old.decided_at_s if old is not None and joined else turn.now_s,
+            deadline_s=demand.deadline_s,
+            notices=demand.notices,
+        ),
+    )
+    names = ", ".join(str(id_) for id_ in demand.doomed) or "none"
+    text = f"{demand.kind.value}: asked to hold a step; leaving slices: {names}"
+    reason = _REASONS[demand.kind]
+    turn.tell(f"request-{ledger.incarnation}-{number}", reason, text, demand.slice)
+
+
+_REASONS = {
+    IncidentKind.DELETE: Reason.DELETED,
+    IncidentKind.DEADLINE: Reason.DEADLINE_EXCEEDED,
+    IncidentKind.SUSPEND: Reason.SUSPENDED,
+    IncidentKind.NOTICE: Reason.PREEMPTION_NOTICE,
+    IncidentKind.SCALE_DOWN: Reason.SCALE_DOWN,
+    IncidentKind.SCALE_UP: Reason.SCALE_UP,
+    IncidentKind.CHECKPOINT: Reason.PREEMPTION_NOTICE,
+}
+
+
+def _can_hold(turn: Turn, incident: Incident) -> bool:
+    """Whether anybody is there to answer, and has anything to hold."""
+    for _, host, report in turn.member_reports():
+        if host.process is ProcessState.ALIVE and (
+            report.step > 0 or report.step_snapshot is not None
+        ):
+            return True
+    # Growing has nothing to lose, but needs members that train: it is never begun without.
+    return incident.kind is IncidentKind.SCALE_UP
+
+
+def _withdraw(turn: Turn, incident: Incident) -> None:
+    """Take the request back. Members that had left already are called back by `call_back`."""
+    turn.change(incident=None)
+    if incident.kind is IncidentKind.NOTICE:
+        key = f"withdrawn-{turn.ledger.incarnation}-{incident.number}"
+        turn.tell(key, Reason.NOTICE_WITHDRAWN, "The notice was withdrawn; training goes on.")
+
+
+def _conclude(turn: Turn, incident: Incident, demand: Demand | None, answer: Held | None) -> None:
+    """The drain is over: the step is held, or there is no time left."""
+    _tell_outcome(turn, incident, answer)
+    drain_s = turn.now_s - incident.decided_at_s
+    if answer is not None:
+        drain_s = answer.drain_s or drain_s
+        learnt_s = max(drain_s, 0.7 * (turn.ledger.budget_learnt_s or 0.0))
+        turn.change(budget_learnt_s=round(learnt_s, 3))
+    members = turn.ledger.members
+    reason = _REASONS[incident.kind]
+    cause = Cause(reason=reason, at_s=incident.cause_at_s, slice=incident.slice)
+    match incident.kind:
+        case IncidentKind.DELETE:
+            finish(turn, Reason.DELETED, "The job was deleted.")
+        case IncidentKind.DEADLINE:
+            limit_s = turn.spec.active_deadline_seconds
+            finish(turn, reason, f"The job ran longer than {limit_s:g} s.")
+        case IncidentKind.SUSPEND:
+            halt(turn, cause, (), lost=False, drain_s=drain_s)
+        case IncidentKind.CHECKPOINT:
+            served = (*turn.ledger.notices_served, *incident.notices)
+            turn.change(incident=None, notices_served=served[-64:])
+        case IncidentKind.SCALE_UP:
+            if answer is None:
+                # Growing is never urgent: train on, and try again after the cooldown.
+                turn.change(incident=None, disturbed_at_s=turn.now_s, standby=())
+                return
+            halt(turn, cause, members, lost=False, drain_s=drain_s)
+            turn.change(disturbed_at_s=turn.now_s)
+        case IncidentKind.SCALE_DOWN:
+            staying = [id_ for id_ in members if id_ not in incident.doomed]
+            halt(turn, cause, staying, lost=False, drain_s=drain_s)
+        case IncidentKind.NOTICE:
+            if any(turn.is_doomed(id_) for id_ in members):
+                surplus = demand.doomed if demand is not None else ()
+                conclude_notice(turn, also_leaving=surplus, drain_s=drain_s)
+            elif answer is None:
+                _withdraw(turn, incident)
+            else:
+                # Withdrawn at the last moment: who had left already comes back with everybody.
+                reason = Reason.NOTICE_WITHDRAWN
+                cause = Cause(reason=reason, at_s=turn.now_s, slice=incident.slice)
+                halt(turn, cause, members, lost=False, drain_s=drain_s)
+
+
+def conclude_notice(
+    turn: Turn, *, also_leaving: Sequence[SliceId], drain_s: float | None = None
+) -> None:
+    """Go on without the slices under notice, and without others that have to leave as well."""
+    incident, members = turn.ledger.incident, turn.ledger.members
+    if incident is None:
+        return
+    doomed = [id_ for id_ in members if turn.is_doomed(id_)]
+    reason = Reason.PREEMPTION_NOTICE
+    cause = Cause(reason=reason, at_s=incident.cause_at_s, slice=incident.slice)
+    staying = [id_ for id_ in members if id_ not in {*doomed, *also_leaving}]
+    spent_s = turn.now_s - incident.decided_at_s if drain_s is None else drain_s
+    halt(turn, cause, staying, lost=True, drain_s=spent_s)
+    for id_ in doomed:
+        charge_disruption(turn, reason, incident.cause_at_s, id_)
+    if turn.spec.elasticity.on_loss is OnLoss.FAIL:
+        slices = ", ".join(str(id_) for id_ in members if id_ not in staying)
+        text = f"Slices {slices} had to leave, and elasticity.onLoss is Fail."
+        finish(turn, Reason.LOSS_FORBIDDEN, text)
+
+
+def _tell_outcome(turn: Turn, incident: Incident, answer: Held | None) -> None:
+    key = f"drained-{turn.ledger.incarnation}-{incident.number}"
+    if answer is None:
+        if turn.now_s >= incident.deadline_s:
+            text = "No step was held before the deadline."
+            turn.tell(key, Reason.DEADLINE_MISSED, text, incident.slice)
+    else:
+        text = f"Step {answer.step} is held by {len(answer.where)} hosts"
+        text += ", durable." if answer.durable else "."
+        reason = Reason.STEP_HELD if answer.complete else Reason.DEADLINE_MISSED
+        turn.tell(key, reason, f"{text} {answer.message}".strip(), incident.slice)
+
+
+def end_for_loss(turn: Turn, first_at_s: float) -> bool:
+    """Shorten a drain after which nothing goes on, because a member was lost meanwhile.
+
+    What is left may still make its newest step durable; it gets one budget for that.
+
+    Returns:
+        Whether such a drain is open; then the loss asks for nothing else.
+    """
+    incident = turn.ledger.incident
+    if incident is None or incident.kind not in _ENDING:
+        return False
+    until_s = first_at_s + turn.spec.checkpoint.emergency.budget_seconds
+    alive = [
+        host
+        for id_ in turn.ledger.members
+        for host in (turn.slices[id_].hosts if id_ in turn.slices else ())
+        if host.process is ProcessState.ALIVE
+    ]
+    until_s = min(incident.deadline_s, until_s) if alive else turn.now_s
+    if until_s < incident.deadline_s:
+        turn.change(incident=replace(incident, deadline_s=until_s))
+    return True
+
+
+def call_back(turn: Turn) -> bool:
+    """Rejoin members that left for a request which is no longer open."""
+    ledger = turn.ledger
+    if ledger.stage is not Stage.RUN or ledger.incident is not None:
+        return False
+    for one, _, report in turn.current_reports():
+        left = report.exit is not None and (
+            report.exit.cause is ExitCause.LEFT and report.exit.incarnation == ledger.incarnation
+        )
+        if left or report.phase is HostPhase.HELD:
+            cause = Cause(reason=Reason.NOTICE_WITHDRAWN, at_s=report.phase_since_s, slice=one.id)
+            halt(turn, cause, ledger.members, lost=False)
+            return True
+    return False

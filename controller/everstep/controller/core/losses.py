@@ -1,0 +1,204 @@
+"""Unplanned ends: what is lost, which cause came first, what it costs."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from everstep.controller.api.ids import SliceId, Step
+from everstep.controller.api.reasons import TABLE, Budget, Reason
+from everstep.controller.api.spec import OnLoss
+from everstep.controller.api.wire import ExitCause
+from everstep.controller.core.health import (
+    Ending,
+    SliceHealth,
+    Verdict,
+    is_outage,
+    judge_members,
+    worker_endings,
+)
+from everstep.controller.core.incidents import conclude_notice, end_for_loss
+from everstep.controller.core.ledger import IncidentKind, Stage
+from everstep.controller.core.transitions import (
+    COALESCE_S,
+    Cause,
+    adopt,
+    charge_failure,
+    charge_lost,
+    count_crash,
+    finish,
+    halt,
+)
+from everstep.controller.core.turn import Turn
+
+_ADOPTIONS_MAX = 3
+_REASONS = {
+    ExitCause.SIGNALED: Reason.WORKER_KILLED,
+    ExitCause.HUNG: Reason.WORKER_HUNG,
+    ExitCause.USER_ERROR: Reason.USER_ERROR,
+    ExitCause.EXITED_EARLY: Reason.EXITED_EARLY,
+    ExitCause.STARTUP_FAILED: Reason.STARTUP_FAILED,
+    ExitCause.STATE_REFUSED: Reason.STATE_REFUSED,
+}
+
+
+def refuse(turn: Turn) -> bool:
+    """End a job that no restart can help. Returns whether it ended, or begins anew above others."""
+    ledger = turn.ledger
+    for _, _, report in turn.member_reports():
+        fenced_by = report.fenced_by
+        if fenced_by is not None and fenced_by > ledger.incarnation:
+            # A folder that an earlier run of the same name filled is no rival, and a job that has
+            # not trained yet cannot be the older of two.
+            is_new = ledger.step_seen == 0 and ledger.trained_since_s is None
+            if is_new and ledger.adoptions < _ADOPTIONS_MAX and turn.newest_step() == 0:
+                adopt(turn, fenced_by)
+                return True
+            text = f"Incarnation {fenced_by} of another run owns {turn.spec.checkpoint.uri}; "
+            text += f"this job is at {ledger.incarnation}."
+            finish(turn, Reason.FENCED, text)
+            return True
+        if report.snapshot_refused is not None and report.incarnation == ledger.incarnation:
+            finish(turn, Reason.SNAPSHOT_REFUSED, f"Host {report.host}: {report.snapshot_refused}")
+            return True
+    for ending in worker_endings(turn):
+        refused = ending.exit.cause is ExitCause.STATE_REFUSED or not ending.exit.is_retryable
+        if refused and ending.is_primary:
+            finish(turn, _REASONS[ending.exit.cause], _words(ending))
+            return True
+    return False
+
+
+def handle_losses(turn: Turn) -> None:
+    """Act on lost slices and ended workers of a job that runs or waits."""
+    health = judge_members(turn)
+    lost = [one for one in health if one.verdict is Verdict.LOST]
+    if turn.ledger.stage is Stage.WAIT:
+        if lost:
+            _lose_waiting(turn, lost)
+        return
+    if _pause_for_outage(turn, health):
+        return
+    gone = {one.id for one in lost}
+    endings = [ending for ending in worker_endings(turn) if ending.host.slice not in gone]
+    if not lost and not endings:
+        return
+    incident = turn.ledger.incident
+    if incident is not None and incident.kind is IncidentKind.NOTICE:
+        # The notice was first. What breaks while its slices leave is its consequence.
+        _cut_drain_short(turn, lost, endings)
+        return
+    cause, ending = _first_cause(turn, lost, endings, health)
+    if cause is None or end_for_loss(turn, cause.at_s):
+        return
+    halt(turn, cause, [id_ for id_ in turn.ledger.members if id_ not in gone], lost=bool(lost))
+    charge_lost(turn, lost)
+    if TABLE[cause.reason].budget is Budget.FAILURE:
+        if ending is not None:
+            _judge_crash(turn, ending)
+        slices = ", ".join(str(one.id) for one in lost)
+        text = _words(ending) if ending else f"Slices {slices}: {TABLE[cause.reason].sentence}"
+        charge_failure(turn, cause, text)
+    _forbid(turn, lost)
+
+
+def _cut_drain_short(turn: Turn, lost: list[SliceHealth], endings: list[Ending]) -> None:
+    """End the drain of a notice in which something broke.
+
+    Without its workers the lead can still move what only doomed slices hold, so their ends alone
+    wait a moment for its answer; a lost slice does not.
+    """
+    if not lost:
+        due_s = min(endings[0].exit.at_s, turn.now_s) + 2 * COALESCE_S
+        turn.wake_at(due_s)
+        if turn.now_s < due_s or turn.answer() is not None:
+            return
+    conclude_notice(turn, also_leaving=[one.id for one in lost])
+    charge_lost(turn, [one for one in lost if not turn.is_doomed(one.id)])
+
+
+def _forbid(turn: Turn, lost: list[SliceHealth]) -> None:
+    fails = turn.spec.elasticity.on_loss is OnLoss.FAIL
+    if lost and fails and turn.ledger.stage is not Stage.FINISHED:
+        slices = ", ".join(str(one.id) for one in lost)
+        finish(turn, Reason.LOSS_FORBIDDEN, f"Lost slices {slices}, and elasticity.onLoss is Fail.")
+
+
+def _first_cause(
+    turn: Turn,
+    lost: list[SliceHealth],
+    endings: list[Ending],
+    health: tuple[SliceHealth, ...],
+) -> tuple[Cause | None, Ending | None]:
+    """Return what came first (invariant 4). None while a cause may still turn up."""
+    primary = next((ending for ending in endings if ending.is_primary), None)
+    first = min(lost, key=lambda one: (one.at_s, one.id)) if lost else None
+    if first is not None:
+        if primary is None or primary.exit.at_s > first.at_s - COALESCE_S:
+            reason = first.reason or Reason.SLICE_LOST
+            return Cause(reason=reason, at_s=first.at_s, slice=first.id), None
+    if primary is not None:
+        reason = _REASONS[primary.exit.cause]
+        slice_ = primary.host.slice
+        return Cause(reason=reason, at_s=primary.exit.at_s, slice=slice_), primary
+    if not endings:
+        return None, None
+    # Only consequences. Their cause may be on its way, above all where an agent is quiet.
+    eldest = endings[0]
+    due_s = min(eldest.exit.at_s, turn.now_s) + COALESCE_S
+    suspect = any(one.verdict is Verdict.SUSPECT for one in health)
+    if suspect or turn.now_s < due_s:
+        turn.wake_at(due_s)
+        return None, None
+    reason = Reason.COLLECTIVE_ERROR
+    return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
+
+
+def _pause_for_outage(turn: Turn, health: tuple[SliceHealth, ...]) -> bool:
+    """Hold still while most members are silent together, but not longer than a hang may last."""
+    since_s = turn.ledger.outage_since_s
+    lost_now = any(one.verdict is Verdict.LOST for one in health)
+    if not is_outage(health):
+        if since_s is not None:
+            turn.change(outage_since_s=None)
+        return False
+    if since_s is None:
+        if not lost_now:
+            return False
+        since_s = turn.now_s
+        turn.change(outage_since_s=since_s)
+        reason = Reason.CONTROL_PLANE_OUTAGE
+        turn.tell(f"outage-{turn.ledger.incarnation}", reason, TABLE[reason].sentence)
+    until_s = since_s + turn.spec.runtime.timeouts.progress_seconds
+    turn.wake_at(until_s)
+    return turn.now_s < until_s
+
+
+def _lose_waiting(turn: Turn, lost: list[SliceHealth]) -> None:
+    """Drop slices that were lost while the job waited; they join what is already under way."""
+    gone: set[SliceId] = {one.id for one in lost}
+    turnover, now_s = turn.ledger.turnover, turn.now_s
+    if turnover is not None and not turnover.lost:
+        wait_s = turn.spec.elasticity.wait_for_replacement_seconds
+        turnover = replace(turnover, lost=True, wait_until_s=now_s + wait_s)
+    turn.change(
+        members=tuple(id_ for id_ in turn.ledger.members if id_ not in gone),
+        turnover=turnover,
+        step_seen=turn.newest_step(),
+        disturbed_at_s=now_s,
+    )
+    charge_lost(turn, lost)
+    _forbid(turn, lost)
+
+
+def _judge_crash(turn: Turn, ending: Ending) -> None:
+    """Remember a step that a worker restored and did not get beyond."""
+    restored: Step | None = ending.exit.restored_step
+    if restored is not None and restored > 0 and ending.exit.step <= restored:
+        count_crash(turn, restored)
+
+
+def _words(ending: Ending) -> str:
+    text = f"Rank {ending.exit.rank} (host {ending.host}) ended: "
+    reason = _REASONS.get(ending.exit.cause, Reason.COLLECTIVE_ERROR)
+    text += TABLE[reason].sentence
+    return f"{text} {ending.exit.message}".strip()

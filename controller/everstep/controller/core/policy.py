@@ -1,0 +1,226 @@
+"""What the spec says about how many slices, when, and at what price.
+
+Nothing here changes anything: each function answers one question about the turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.controller.api.ids import SliceId
+from everstep.controller.api.reasons import Reason
+from everstep.controller.api.spec import OnLoss, ScaleUpMode, Slices
+from everstep.controller.core.health import StandbyState, judge_standby
+from everstep.controller.core.ledger import Budgets, Stage, Turnover
+from everstep.controller.core.model import ProcessState
+from everstep.controller.core.turn import Turn
+
+HOUR_S = 3600.0
+
+_RETRIED_AT_ONCE = frozenset(
+    {
+        Reason.WORKER_KILLED,
+        Reason.WORKER_HUNG,
+        Reason.COLLECTIVE_ERROR,
+        Reason.JOIN_TIMED_OUT,
+    }
+)
+"""Failures that say nothing about the user's program. The first one costs no backoff: a killed
+worker is training again before anybody has looked."""
+
+
+def largest_allowed(slices: Slices, at_most: int) -> int | None:
+    """Return the largest count that the job may run on, not above `at_most` or `desired`."""
+    top = min(at_most, slices.desired)
+    return next((count for count in range(top, 0, -1) if slices.allows(count)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    members: tuple[SliceId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    reason: Reason
+    until_s: float | None = None
+
+
+def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
+    """Decide whether to go on now, and with which slices, by `elasticity.onLoss`.
+
+    Survivors come first, because they hold the newest step, then slices whose agents are up. Only
+    where there is neither, slices are counted that are granted but not started: then nobody waits
+    for them.
+    """
+    if turn.now_s < turnover.not_before_s:
+        return Stay(reason=Reason.BACKING_OFF, until_s=turnover.not_before_s)
+    survivors = [id_ for id_ in turn.ledger.members if turn.is_usable(id_)]
+    ready = [id_ for id_ in ready_standby(turn) if id_ not in survivors]
+    pool = survivors + ready or granted(turn)
+    slices, elasticity = turn.spec.slices, turn.spec.elasticity
+    count = largest_allowed(slices, len(pool))
+    is_first = turn.ledger.incarnation == 0
+    if count is None:
+        waits = Reason.NOT_SCHEDULED if is_first else Reason.BELOW_MINIMUM_SLICES
+        return Stay(reason=waits)
+    go = Go(members=tuple(sorted(pool[:count])))
+    wanted = largest_allowed(slices, turnover.count_wanted) or slices.desired
+    if count >= wanted or not turnover.lost:
+        return go
+    waits = Reason.NOT_SCHEDULED if is_first else Reason.WAITING_FOR_REPLACEMENT
+    match elasticity.on_loss:
+        case OnLoss.SHRINK_IMMEDIATELY:
+            return go
+        case OnLoss.WAIT_THEN_SHRINK:
+            until_s = turnover.wait_until_s
+            if until_s is not None and turn.now_s >= until_s:
+                return go
+            return Stay(reason=waits, until_s=until_s)
+        case OnLoss.WAIT_FOR_REPLACEMENT | OnLoss.FAIL:
+            # A loss under `Fail` ended the job before; here it waits for its first slices.
+            return Stay(reason=waits)
+
+
+def granted(turn: Turn) -> list[SliceId]:
+    """Return the slices that are not members and could be started, lowest id first."""
+    resting = {entry.id for entry in turn.ledger.standby if entry.since_s > turn.now_s}
+    members = set(turn.ledger.members)
+    return [
+        one.id
+        for one in turn.view.slices
+        if one.id not in members and one.id not in resting and turn.is_usable(one.id)
+    ]
+
+
+def ready_standby(turn: Turn) -> list[SliceId]:
+    """Return the usable slices whose agents are up and wait, lowest id first."""
+    return sorted(
+        entry.id
+        for entry in turn.ledger.standby
+        if turn.is_usable(entry.id) and judge_standby(turn, entry) is StandbyState.READY
+    )
+
+
+def is_storm(turn: Turn) -> bool:
+    """Whether so many disruptions fell into the last hour that growing would only add to them."""
+    recent = [at for at in turn.ledger.budgets.disrupted_at_s if at > turn.now_s - HOUR_S]
+    limit = turn.spec.restart.max_disruptions_per_hour
+    if len(recent) < limit:
+        return False
+    turn.wake_at(recent[len(recent) - limit] + HOUR_S)
+    return True
+
+
+def may_grow(turn: Turn) -> bool:
+    """Whether the times allow to begin a growth now: uptime, cooldown, storm guard.
+
+    Somebody who raises `desired` need not wait for the times, but a storm stops him too.
+    """
+    ledger, scale_up = turn.ledger, turn.spec.elasticity.scale_up
+    if ledger.turnover is not None or ledger.trained_since_s is None or is_storm(turn):
+        return False
+    if ledger.grow_asked:
+        return True
+    if scale_up.mode is not ScaleUpMode.AUTOMATIC:
+        return False
+    gates = [ledger.trained_since_s + scale_up.min_uptime_seconds]
+    if ledger.disturbed_at_s is not None:
+        gates.append(ledger.disturbed_at_s + scale_up.cooldown_seconds)
+    turn.wake_at(max(gates))
+    return turn.now_s >= max(gates)
+
+
+def _ripe(turn: Turn, ids: list[SliceId]) -> list[SliceId]:
+    """Return the slices whose capacity has been back for the stabilization time.
+
+    Capacity often comes back piece by piece, and each growth costs a change. So while others are
+    still ripening the ripe ones wait for them, for one more stabilization time at most.
+    """
+    wait_s = turn.spec.elasticity.scale_up.stabilization_seconds
+    if turn.ledger.grow_asked:
+        return ids
+    ripe_s = {id_: (turn.slices[id_].available_since_s or 0.0) + wait_s for id_ in ids}
+    ripe = [id_ for id_ in ids if ripe_s[id_] <= turn.now_s]
+    for id_ in ids:
+        turn.wake_at(ripe_s[id_])
+    if ripe and len(ripe) < len(ids):
+        patient_until_s = min(ripe_s[id_] for id_ in ripe) + wait_s
+        turn.wake_at(patient_until_s)
+        return ripe if turn.now_s >= patient_until_s else []
+    return ripe
+
+
+def choose_standby(turn: Turn) -> tuple[SliceId, ...]:
+    """Return the slices whose agents should be up although they are not members.
+
+    While the job waits: as many as it lacks. While it runs: as many as the next larger allowed
+    count lacks, begun only when growing is allowed, kept when it is not.
+    """
+    ledger, slices = turn.ledger, turn.spec.slices
+    entries = sorted(ledger.standby, key=lambda entry: (entry.since_s > turn.now_s, entry.id))
+    present = [entry.id for entry in entries if turn.is_usable(entry.id)]
+    if turn.spec.suspend or turn.view.is_deleting or ledger.incarnation == 0:
+        return ()
+    if ledger.stage is Stage.WAIT:
+        survivors = [id_ for id_ in ledger.members if turn.is_usable(id_)]
+        fresh = [id_ for id_ in granted(turn) if id_ not in present] if survivors else []
+        return tuple((present + fresh)[: max(0, slices.desired - len(survivors))])
+    fresh = []
+    if ledger.incident is None and may_grow(turn):
+        fresh = _ripe(turn, [id_ for id_ in granted(turn) if id_ not in present])
+    have = len(ledger.members)
+    target = largest_allowed(slices, have + len(present) + len(fresh)) or have
+    return tuple((present + fresh)[: max(0, target - have)])
+
+
+def is_growth_ready(turn: Turn) -> bool:
+    """Whether every agent that a larger count needs is up.
+
+    One slice that does not come up does not hold back the others for longer than the join timeout.
+    """
+    ledger = turn.ledger
+    ready = ready_standby(turn)
+    target = largest_allowed(turn.spec.slices, len(ledger.members) + len(ready))
+    if target is None or target <= len(ledger.members) or not may_grow(turn):
+        return False
+    if len(ready) == len(ledger.standby):
+        return True
+    oldest_s = min(entry.since_s for entry in ledger.standby)
+    patience_s = turn.spec.runtime.timeouts.join_seconds
+    turn.wake_at(oldest_s + patience_s)
+    return turn.now_s >= oldest_s + patience_s or any(entry.attempts for entry in ledger.standby)
+
+
+def count_failure(turn: Turn, budgets: Budgets, reason: Reason) -> tuple[int, float]:
+    """Return how many failures in a row this is (0 is the first), and the backoff it costs, in s.
+
+    Progress since the last failure, or a long time without one, begins a new row.
+    """
+    backoff = turn.spec.restart.backoff
+    last_s = budgets.failed_at_s[-1] if budgets.failed_at_s else None
+    is_new = (
+        last_s is None
+        or turn.now_s - last_s > backoff.reset_after_seconds
+        or turn.newest_step() > budgets.step_at_failure
+    )
+    row = 0 if is_new else budgets.failures_in_a_row + 1
+    power = row - 1 if reason in _RETRIED_AT_ONCE else row
+    if power < 0:
+        return row, 0.0
+    # Bounded before it is computed: 2**5000 is a number, but not one that helps.
+    return row, min(backoff.max_seconds, backoff.initial_seconds * 2 ** min(power, 32))
+
+
+def failures_in_window(turn: Turn, budgets: Budgets) -> tuple[float, ...]:
+    since_s = turn.now_s - turn.spec.restart.window_seconds
+    return tuple(at for at in budgets.failed_at_s if at > since_s)
+
+
+def needs_start(turn: Turn, id_: SliceId) -> bool:
+    """Whether a slice that becomes a member has to be started, as a unit."""
+    if id_ in turn.ledger.members:
+        return False
+    begun = {entry.id for entry in turn.ledger.standby if entry.since_s <= turn.now_s}
+    hosts = turn.slices[id_].hosts
+    return id_ not in begun or any(host.process is not ProcessState.ALIVE for host in hosts)

@@ -1,0 +1,309 @@
+"""How a job stands, for people: phase, sentence, slices, conditions. Nothing branches on it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from everstep.controller.api.ids import Rank, SliceId, Step
+from everstep.controller.api.reasons import TABLE, Reason
+from everstep.controller.api.status import (
+    CheckpointRequest,
+    CheckpointStatus,
+    Condition,
+    Coordinator,
+    JobStatus,
+    LastCommitted,
+    Phase,
+    Recovery,
+    RestartCounts,
+    SliceCounts,
+    SliceStatus,
+)
+from everstep.controller.api.validate import suspicions
+from everstep.controller.api.wire import HostPhase, Report
+from everstep.controller.core.health import Verdict, is_alive, judge_members
+from everstep.controller.core.ledger import IncidentKind, Stage
+from everstep.controller.core.model import Capacity, ProcessState, SliceView
+from everstep.controller.core.policy import Stay, choose_members, failures_in_window, is_storm
+from everstep.controller.core.turn import Turn
+
+
+def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -> JobStatus:
+    """Return the status after this pass.
+
+    It changes only where the job's standing changed, but for the figures that `without_figures`
+    takes out.
+    """
+    ledger, spec = turn.ledger, turn.spec
+    phase = _phase(turn)
+    reason, message = _sentence(turn, phase)
+    statuses = tuple(_slice_status(turn, one) for one in turn.view.slices)
+    ready = sum(1 for one in statuses if one.state == "Ready")
+    budgets = ledger.budgets
+    lead = turn.lead
+    return replace(
+        old,
+        observed_generation=turn.view.generation,
+        phase=phase,
+        message=message,
+        incarnation=ledger.incarnation,
+        coordinator=_coordinator(turn) if lead is not None else None,
+        slices=SliceCounts(
+            desired=spec.slices.desired,
+            granted=len(ledger.members) if ledger.stage is Stage.RUN else 0,
+            ready=ready,
+        ),
+        slice_statuses=statuses,
+        restarts=RestartCounts(
+            failures=budgets.failures,
+            disruptions=budgets.disruptions,
+            counted_in_window=len(failures_in_window(turn, budgets)),
+        ),
+        recoveries=recoveries,
+        conditions=_conditions(turn, old, phase, reason, message),
+        started_at_s=ledger.started_at_s,
+        finished_at_s=None if ledger.finish is None else ledger.finish.at_s,
+        **_figures(turn, old),
+    )
+
+
+def without_figures(status: JobStatus) -> JobStatus:
+    """Return the status without what changes while a job simply trains."""
+    checkpoint = replace(status.checkpoint, last_committed=None, step_snapshot=None)
+    return replace(status, step=Step(0), steps_per_s=None, loss=None, checkpoint=checkpoint)
+
+
+def _figures(turn: Turn, old: JobStatus) -> dict[str, object]:
+    current = [report for _, _, report in turn.current_reports()]
+    lead = turn.lead_report()
+    held = [one.step_snapshot for one in current if one.step_snapshot is not None]
+    commits = [
+        LastCommitted(step=one.step_committed, completed_at_s=one.committed_at_s)
+        for one in current
+        if one.step_committed is not None
+    ]
+    if old.checkpoint.last_committed is not None:
+        commits.append(old.checkpoint.last_committed)
+    incident, id_ = turn.ledger.incident, turn.request_id()
+    request = None
+    if incident is not None and id_ is not None:
+        request = CheckpointRequest(
+            id=id_,
+            reason=incident.kind.value,
+            deadline_s=incident.deadline_s,
+            requested_at_s=incident.decided_at_s,
+        )
+    running = turn.ledger.stage is Stage.RUN and turn.ledger.turnover is None
+    return {
+        "step": _step(turn, old, current),
+        "steps_per_s": lead.steps_per_s if lead is not None and running else None,
+        "loss": lead.loss if lead is not None else old.loss,
+        "checkpoint": CheckpointStatus(
+            request=request,
+            last_committed=max(commits, key=lambda one: one.step) if commits else None,
+            step_snapshot=min(held) if held else old.checkpoint.step_snapshot,
+            budget_seconds_learnt=turn.ledger.budget_learnt_s,
+        ),
+    }
+
+
+def _step(turn: Turn, old: JobStatus, current: list[Report]) -> Step:
+    """Return the step that is shown: of this incarnation, once it has restored one."""
+    training = [one.step for one in current if one.phase not in _BEFORE_TRAINING]
+    return max(training) if training else max(old.step, turn.ledger.step_seen)
+
+
+_BEFORE_TRAINING = (HostPhase.STARTING, HostPhase.WAITING, HostPhase.JOINING, HostPhase.RESTORING)
+
+
+def _phase(turn: Turn) -> Phase:
+    ledger = turn.ledger
+    if ledger.finish is not None:
+        return Phase.SUCCEEDED if ledger.finish.succeeded else Phase.FAILED
+    if ledger.stage is Stage.WAIT:
+        if turn.spec.suspend:
+            return Phase.SUSPENDED
+        return Phase.SCHEDULING if ledger.incarnation == 0 else Phase.RESCHEDULING
+    if ledger.incident is not None:
+        return Phase.CHECKPOINTING
+    if ledger.turnover is None:
+        return Phase.RUNNING
+    phases = {report.phase for _, _, report in turn.current_reports()}
+    joined = len(turn.current_reports()) >= len(turn.member_reports()) > 0
+    if not joined or phases & set(_BEFORE_TRAINING[:3]):
+        return Phase.JOINING
+    return Phase.RESTORING
+
+
+def _sentence(turn: Turn, phase: Phase) -> tuple[Reason, str]:
+    """Say what is happening, with the reason of the one table that it stands for."""
+    ledger, count = turn.ledger, len(turn.ledger.members)
+    desired, n = turn.spec.slices.desired, turn.ledger.incarnation
+    of = f"{count} of {desired} slices"
+    if ledger.finish is not None:
+        return ledger.finish.reason, ledger.finish.message
+    if phase is Phase.SUSPENDED:
+        return Reason.SUSPENDED, TABLE[Reason.SUSPENDED].sentence
+    if ledger.stage is Stage.WAIT:
+        return _waiting(turn)
+    if ledger.outage_since_s is not None:
+        reason = Reason.CONTROL_PLANE_OUTAGE
+        return reason, TABLE[reason].sentence
+    if ledger.incident is not None:
+        return _draining(turn)
+    if ledger.turnover is not None:
+        verb = "restoring" if phase is Phase.RESTORING else "joining"
+        text = f"Incarnation {n} is {verb} on {of}. {TABLE[ledger.cause].sentence}"
+        return Reason.RECOVERING, text
+    if count < desired:
+        reason = Reason.DISRUPTION_STORM if is_storm(turn) else Reason.RUNNING_DEGRADED
+        return reason, f"Incarnation {n} is training on {of}. {TABLE[reason].sentence}"
+    return Reason.ALL_SLICES_RUNNING, f"Incarnation {n} is training on {of}."
+
+
+def _waiting(turn: Turn) -> tuple[Reason, str]:
+    turnover = turn.ledger.turnover
+    if turnover is None:
+        return Reason.NOT_SCHEDULED, TABLE[Reason.NOT_SCHEDULED].sentence
+    decision = choose_members(turn, turnover)
+    reason = decision.reason if isinstance(decision, Stay) else Reason.RECOVERING
+    kept = ", ".join(str(id_) for id_ in turn.ledger.members)
+    text = TABLE[reason].sentence
+    if kept:
+        text += f" The newest step is kept in the memory of slices {kept}."
+    return reason, text
+
+
+def _draining(turn: Turn) -> tuple[Reason, str]:
+    incident = turn.ledger.incident
+    doomed = ", ".join(str(id_) for id_ in incident.doomed) if incident is not None else ""
+    match incident.kind if incident is not None else None:
+        case IncidentKind.NOTICE:
+            text = f"Slices {doomed} are leaving: the newest step is being held outside them."
+            return Reason.PREEMPTION_NOTICE, text
+        case IncidentKind.SCALE_UP:
+            return Reason.SCALE_UP, "More slices are ready: the members agree on a step to change."
+        case IncidentKind.SCALE_DOWN:
+            text = f"Fewer slices are desired: slices {doomed} leave at an agreed step."
+            return Reason.SCALE_DOWN, text
+        case IncidentKind.SUSPEND:
+            return Reason.SUSPENDED, "The newest step is being made durable before suspension."
+        case IncidentKind.CHECKPOINT:
+            return Reason.PREEMPTION_NOTICE, "The newest step is being made durable, as announced."
+        case _:
+            return Reason.DELETED, "The newest step is being made durable before the end."
+
+
+def _coordinator(turn: Turn) -> Coordinator | None:
+    lead = turn.lead
+    one = turn.slices.get(lead.slice) if lead is not None else None
+    if lead is None or one is None or not one.hosts:
+        return None
+    port = turn.spec.runtime.coordinator_port
+    return Coordinator(address=f"{one.hosts[0].address}:{port}", lead=lead)
+
+
+def _slice_status(turn: Turn, one: SliceView) -> SliceStatus:
+    ledger = turn.ledger
+    memory = next((item for item in ledger.slices if item.id == one.id), None)
+    is_member = one.id in ledger.members
+    notice = turn.notices.get(one.id)
+    state, reason = _slice_state(turn, one)
+    return SliceStatus(
+        id=one.id,
+        rank=Rank(ledger.members.index(one.id))
+        if is_member and ledger.stage is Stage.RUN
+        else None,
+        state=state,
+        ready_hosts=_ready_hosts(turn, one),
+        restarts=0 if memory is None else memory.restarts,
+        disruptions=0 if memory is None else memory.disruptions,
+        deadline_s=None if notice is None else notice.deadline_s,
+        reason=reason,
+    )
+
+
+def _slice_state(turn: Turn, one: SliceView) -> tuple[str, str]:
+    ledger = turn.ledger
+    memory = next((item for item in ledger.slices if item.id == one.id), None)
+    left = memory.reason.value if memory is not None and memory.reason is not None else ""
+    if one.capacity is Capacity.GONE:
+        return "Gone", left
+    if one.id in turn.notices:
+        return "Disrupted", turn.notices[one.id].reason.value
+    if one.id in ledger.members and ledger.stage is not Stage.FINISHED:
+        health = next(item for item in judge_members(turn) if item.id == one.id)
+        if health.verdict is not Verdict.HEALTHY:
+            state = "Suspect" if health.verdict is Verdict.SUSPECT else "Lost"
+            return state, health.reason.value if health.reason is not None else ""
+        if _ready_hosts(turn, one) == len(one.hosts):
+            return ("Ready", "") if ledger.stage is Stage.RUN else ("Waiting", "")
+        alive = all(host.process is ProcessState.ALIVE for host in one.hosts)
+        return ("Joining", "") if alive else ("Starting", "")
+    if any(entry.id == one.id for entry in ledger.standby):
+        return "Starting", ""
+    return ("Ending", left) if is_alive(one) else ("Absent", left)
+
+
+def _ready_hosts(turn: Turn, one: SliceView) -> int:
+    n, stage = turn.ledger.incarnation, turn.ledger.stage
+    ready = 0
+    for host in one.hosts:
+        report = turn.report(host)
+        if report is None or host.process is not ProcessState.ALIVE:
+            continue
+        trains = report.incarnation == n and report.phase not in _BEFORE_TRAINING
+        ready += trains if stage is Stage.RUN else report.phase is not HostPhase.STARTING
+    return ready
+
+
+def _conditions(
+    turn: Turn, old: JobStatus, phase: Phase, reason: Reason, message: str
+) -> tuple[Condition, ...]:
+    ledger, suspect = turn.ledger, _suspect(turn)
+    finish = ledger.finish
+    is_ready = phase is Phase.RUNNING
+    degraded = is_ready and len(ledger.members) < turn.spec.slices.desired
+    doomed: list[SliceId] = sorted(id_ for id_ in turn.notices if id_ in ledger.members)
+    wanted = [
+        ("Ready", is_ready, reason, message),
+        ("Degraded", degraded, reason if degraded else Reason.ALL_SLICES_RUNNING, ""),
+        (
+            "DisruptionPending",
+            bool(doomed),
+            Reason.PREEMPTION_NOTICE,
+            f"Slices under notice: {', '.join(map(str, doomed))}." if doomed else "",
+        ),
+        ("Suspended", phase is Phase.SUSPENDED, Reason.SUSPENDED, ""),
+        ("ConfigurationSuspect", bool(suspect), Reason.CONFIGURATION_SUSPECT, suspect),
+    ]
+    if finish is not None:
+        wanted.append(("Succeeded", finish.succeeded, finish.reason, finish.message))
+    known = {condition.type: condition for condition in old.conditions}
+    return tuple(
+        _condition(turn, known.get(type_), type_, is_true, why, text)
+        for type_, is_true, why, text in wanted
+    )
+
+
+def _suspect(turn: Turn) -> str:
+    notes = [str(problem) for problem in suspicions(turn.spec)]
+    reports = [report for _, _, report in turn.current_reports()]
+    notes += sorted({one.fork_refused for one in reports if one.fork_refused is not None})
+    notes += sorted({one.storage_error for one in reports if one.storage_error is not None})
+    return "; ".join(notes)
+
+
+def _condition(
+    turn: Turn, old: Condition | None, type_: str, is_true: bool, reason: Reason, message: str
+) -> Condition:
+    status = "True" if is_true else "False"
+    same = old is not None and old.status == status
+    return Condition(
+        type=type_,
+        status=status,
+        reason=reason.value,
+        message=message,
+        last_transition_at_s=old.last_transition_at_s if old is not None and same else turn.now_s,
+        observed_generation=turn.view.generation,
+    )
