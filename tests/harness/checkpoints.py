@@ -13,13 +13,13 @@ from everstep.controller.api.ids import HostId, Incarnation, SliceId, Step
 from everstep.runtime.checkpoint.commit import begin, commit
 from everstep.runtime.checkpoint.draft import write_regions
 from everstep.runtime.layout.boxes import Box, whole
+from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Holding, Region, Shard
 from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.reader import CheckpointReader, read_leaf
 from everstep.runtime.storage.store import Store
-from everstep.runtime.storage.tensors import numpy_dtype
 from everstep.runtime.topology.ownership import plan_writes
 
 Array = NDArray[Any]

@@ -20,13 +20,14 @@ from everstep.runtime.checkpoint import orbax
 from everstep.runtime.checkpoint.coverage import check_coverage
 from everstep.runtime.checkpoint.draft import array_plan
 from everstep.runtime.errors import Fenced, ManifestCorrupt, check
+from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
 from everstep.runtime.storage.history import Claim, Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.store import StorageMissing, Store
-from everstep.runtime.storage.tensors import Array, ArrayPlan, merge, numpy_dtype
+from everstep.runtime.storage.tensors import Array, ArrayPlan, merge
 
 DRAFT_RECORD = "everstep.draft.json"
 MARKER_TEXT = b"Checkpoint commit was successful.\n"

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from everstep.runtime.checkpoint.orbax import array_names
 from everstep.runtime.errors import StateRefused, check
 from everstep.runtime.layout.boxes import Box, whole
+from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
 from everstep.runtime.storage.store import Store
-from everstep.runtime.storage.tensors import ArrayPlan, PartWriter, cells, numpy_dtype, stored_dtype
+from everstep.runtime.storage.tensors import ArrayPlan, PartWriter, cells, stored_dtype
 
 IN_FLIGHT_BYTES = 256 << 20
 """So many bytes of a part are handed to storage before they are waited for."""
@@ -108,7 +109,7 @@ def write_regions(
 
 
 def _size_bytes(region: Region, plans: Mapping[int, ArrayPlan]) -> int:
-    return region.box.size * numpy_dtype(plans[region.leaf].dtype).itemsize
+    return region.box.size * itemsize(plans[region.leaf].dtype)
 
 
 def _check_aligned(box: Box, plan: ArrayPlan) -> None:

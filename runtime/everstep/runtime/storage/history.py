@@ -142,8 +142,36 @@ def judge_claim(
 
 def all_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
     """Every commit that was not dropped, in the order of its claim and step."""
+    dropped = _dropped(entries)
+    return tuple(commit for commit in _ordered(entries) if commit.folder not in dropped)
+
+
+def live_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
+    """The steps that exist, newest last (C5)."""
+    dropped = _dropped(entries)
+    live: list[Commit] = []
+    lowest: Step | None = None
+    for commit in reversed(_ordered(entries)):
+        # Also a dropped commit has replaced what it replaced: dropping it revives nothing.
+        if lowest is None or commit.step < lowest:
+            lowest = commit.step
+            if commit.folder not in dropped:
+                live.append(commit)
+    return tuple(reversed(live))
+
+
+def superseded_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
+    """Commits that a later claim replaced or left behind; their folders may still be there."""
+    live = {commit.number for commit in live_commits(entries)}
+    return tuple(c for c in all_commits(entries) if c.number not in live)
+
+
+def _dropped(entries: Sequence[Entry]) -> frozenset[str]:
+    return frozenset(entry.folder for entry in entries if isinstance(entry, Dropped))
+
+
+def _ordered(entries: Sequence[Entry]) -> list[Commit]:
     owners = {e.number: e.job_uid for e in entries if isinstance(e, Started)}
-    dropped = {e.folder for e in entries if isinstance(e, Dropped)}
     commits = [
         Commit(
             step=e.step,
@@ -157,22 +185,7 @@ def all_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
             job_uid=owners.get(e.claim, ""),
         )
         for e in entries
-        if isinstance(e, Committed) and e.folder not in dropped
+        if isinstance(e, Committed)
     ]
     # Within a claim, a slow write of an earlier step may be committed after a later one.
-    return tuple(sorted(commits, key=lambda c: (c.claim, c.step, c.number)))
-
-
-def live_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
-    """The steps that exist, newest last (C5)."""
-    live: list[Commit] = []
-    for commit in reversed(all_commits(entries)):
-        if not live or commit.step < live[-1].step:
-            live.append(commit)
-    return tuple(reversed(live))
-
-
-def superseded_commits(entries: Sequence[Entry]) -> tuple[Commit, ...]:
-    """Commits that a later claim replaced or left behind; their folders may still be there."""
-    live = {commit.number for commit in live_commits(entries)}
-    return tuple(c for c in all_commits(entries) if c.number not in live)
+    return sorted(commits, key=lambda c: (c.claim, c.step, c.number))

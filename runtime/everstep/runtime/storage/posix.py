@@ -48,7 +48,7 @@ def _operation(
     def wrapped(self: PosixStore, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(_ATTEMPTS_MAX),
-            wait=tenacity.wait_exponential_jitter(initial=0.02, max=1.0, jitter=0.05),
+            wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
             retry=tenacity.retry_if_exception_type(StorageUnavailable),
             reraise=True,
         )

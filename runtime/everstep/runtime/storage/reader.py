@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from everstep.runtime.errors import ChecksumMismatch, ManifestCorrupt, check
 from everstep.runtime.layout.boxes import Box, whole
+from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
@@ -21,7 +22,6 @@ from everstep.runtime.storage.tensors import (
     PendingRead,
     StoredDamage,
     cells,
-    numpy_dtype,
 )
 
 Array = NDArray[Any]

@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
 from everstep.runtime.errors import StateRefused, StorageRefused, StorageUnavailable
 from everstep.runtime.layout.boxes import Box
+from everstep.runtime.layout.dtypes import STORABLE, itemsize, numpy_dtype
 from everstep.runtime.storage.store import Location, Space
 
 Array = NDArray[Any]
@@ -33,16 +31,6 @@ STORED_AS_BYTES: Mapping[str, str] = {
 }
 """What zarr3 has no type for. One byte an element as numpy holds it; `everstep.json` has the true
 dtype, Orbax sees bytes."""
-
-_STORED = frozenset(
-    {
-        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
-        *("uint8", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-        *("float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn"),
-        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    }
-)
 
 _INLINE_BYTES_MAX = 1024
 _NODE_BYTES_MAX = 100_000_000
@@ -68,21 +56,11 @@ class StoredDamage(Exception):
         super().__init__(f"expected {expected}, found {found}")
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a leaf. Raises `StateRefused` for a name that nobody knows."""
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError as error:
-        raise StateRefused("<dtype>", name, "a numeric dtype of JAX") from error
-
-
 def stored_dtype(name: str) -> str:
     """The zarr3 type in which a dtype is kept. Raises `StateRefused` where there is none."""
-    if name in STORED_AS_BYTES:
-        return STORED_AS_BYTES[name]
-    if name not in _STORED:
+    if name not in STORABLE:
         raise StateRefused("<dtype>", name, "a numeric dtype of JAX")
-    return name
+    return STORED_AS_BYTES.get(name, name)
 
 
 def cells(box: Box, chunk: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -336,7 +314,7 @@ def _database(location: Location, *, create: bool = False) -> Any:
 
 def _array_spec(location: Location, plan: ArrayPlan, *, file_bytes: int) -> dict[str, Any]:
     dtype = stored_dtype(plan.dtype)
-    is_wide = numpy_dtype(dtype).itemsize > 1
+    is_wide = itemsize(dtype) > 1
     endian = {"configuration": {"endian": "little"}} if is_wide else {}
     database = _database_spec(location, file_bytes=file_bytes)
     database["path"] = f"{plan.name}/"
@@ -403,8 +381,3 @@ def _translation(error: BaseException, location: Location, *, reading: bool) -> 
         is_checksum = any(sign in text for sign in _CHECKSUM)
         return StoredDamage("what was written", first, is_checksum=is_checksum)
     return StorageUnavailable(f"{path}: {first}", retry_after_s=1.0)
-
-
-def chunk_bytes(plan: ArrayPlan) -> int:
-    """Bytes of one stored chunk, without its checksum."""
-    return math.prod(plan.chunk) * numpy_dtype(plan.dtype).itemsize

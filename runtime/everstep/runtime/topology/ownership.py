@@ -10,13 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.controller.api.ids import HostId
 from everstep.runtime.errors import Infeasible
 from everstep.runtime.layout.boxes import Box, uncovered, whole
+from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Holding, Region
 from everstep.runtime.layout.tree import Leaf, TreeSpec
 
@@ -37,12 +37,6 @@ class WritePlan:
     chunks: dict[int, tuple[int, ...]]
     """Chunk shape by leaf index."""
     regions: dict[HostId, tuple[Region, ...]]
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element, as memory holds it (types under a byte take one)."""
-    bits = re.search(r"\d+", dtype)
-    return max(int(bits[0]) // 8, 1) if bits is not None else 1
 
 
 def plan_writes(
