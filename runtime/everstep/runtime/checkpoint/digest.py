@@ -47,14 +47,14 @@ def digest_newest(uri: str) -> tuple[int, dict[str, str]]:
 def main() -> int:
     """Print the digests; 1 and one line on standard error when there are none to be had."""
     if len(sys.argv) != 2:
-        print("usage: python -m everstep.runtime.checkpoint.digest URI", file=sys.stderr)
+        sys.stderr.write("usage: python -m everstep.runtime.checkpoint.digest URI\n")
         return 2
     try:
         step, leaves = digest_newest(sys.argv[1])
     except EverstepError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
-    print(json.dumps({"step": step, "leaves": leaves}))
+    sys.stdout.write(json.dumps({"step": step, "leaves": leaves}) + "\n")
     return 0
 
 
