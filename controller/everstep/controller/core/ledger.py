@@ -135,6 +135,15 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
+class UntoldEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a persisted plan, which may not have been told yet."""
+
+    id: str
+    reason: Reason
+    message: str
+    slice: SliceId | None = None
+
+
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Everything has a default, so that an absent ledger is the ledger of a new job.
 
@@ -180,3 +189,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """How long drains took lately."""
     started_at_s: float | None = None
     finish: Finish | None = None
+    untold: tuple[UntoldEvent, ...] = ()
+    """Events of the newest plan that had any. Written by the reconciler and carried along by the
+    core: a controller that starts tells them again under the same ids, for the one before it may
+    have been killed between the decision and the telling."""
