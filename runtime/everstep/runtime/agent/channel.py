@@ -16,8 +16,11 @@ import msgspec
 from asyncinotify import Inotify, Mask
 from structlog.typing import FilteringBoundLogger
 
+from everstep.controller.api import codec
+from everstep.controller.api.errors import WireError
 from everstep.controller.api.ids import HostId, Incarnation, Step
-from everstep.controller.api.wire import WIRE_VERSION, Directive, Report
+from everstep.controller.api.wire import Directive, Report
+from everstep.runtime.errors import ConfigurationError
 
 BACKSTOP_S = 1.0
 """How often the directive is looked at without having been told that it changed."""
@@ -97,12 +100,9 @@ class LocalChannel:
             self._refuse(str(error).encode(), str(error))
             return None
         try:
-            directive = msgspec.json.decode(raw, type=Directive)
-        except msgspec.MsgspecError as error:
+            directive = codec.decode_directive(raw)
+        except WireError as error:
             self._refuse(raw, str(error))
-            return None
-        if directive.version != WIRE_VERSION:
-            self._refuse(raw, f"version {directive.version}, this agent speaks {WIRE_VERSION}")
             return None
         if directive.sequence <= self._newest_sequence:
             return None
@@ -120,7 +120,7 @@ class LocalChannel:
         # write into the file that its successor is about to rename.
         temporary = self._report_path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            temporary.write_bytes(msgspec.json.encode(report))
+            temporary.write_bytes(codec.encode(report))
             temporary.replace(self._report_path)
         except OSError as error:
             # The folder may be gone because the job was deleted, or the disk may be full. Both
@@ -136,7 +136,7 @@ class LocalChannel:
                     0o644,
                 )
             # One write of a whole line: two agents that believe to be rank 0 do not interleave.
-            os.write(self._metrics_fd, msgspec.json.encode(line) + b"\n")
+            os.write(self._metrics_fd, codec.encode(line) + b"\n")
         except OSError as error:
             self._log.warning("metrics not written", step=line.step, why=str(error))
 
@@ -157,8 +157,6 @@ def open_channel(uri: str, host: HostId, log: FilteringBoundLogger) -> Channel:
     Raises:
         ConfigurationError: no such kind of channel, or the folder does not exist.
     """
-    from everstep.runtime.errors import ConfigurationError
-
     kind, _, rest = uri.partition(":")
     if kind != "local":
         raise ConfigurationError("--channel", uri, "local:<folder of the job>")

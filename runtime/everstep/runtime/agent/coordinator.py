@@ -9,11 +9,12 @@ Nothing is shared with a worker: a service outlives any of them, and rank 0 is a
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -63,9 +64,12 @@ def is_free(address: str, port: int) -> bool:
     return True
 
 
-def _serve(order: Serve, line: socket.socket) -> NoReturn:
-    from jaxlib import _jax
+def _native() -> Any:
+    """Jaxlib's extension, without jax: half the time and two thirds of the memory."""
+    return importlib.import_module("jaxlib._jax")
 
+
+def _serve(order: Serve, line: socket.socket) -> NoReturn:
     ports = range(order.port, min(order.port + PORTS_TRIED_MAX, 1 << 16))
     port = next((p for p in ports if is_free(order.address, p)), None)
     if port is None:
@@ -74,7 +78,7 @@ def _serve(order: Serve, line: socket.socket) -> NoReturn:
         os._exit(1)
     try:
         # Recoverable: a worker that is killed must not make the service abort the late ones.
-        service = _jax.get_distributed_runtime_service(
+        service = _native().get_distributed_runtime_service(
             f"{order.address}:{port}",
             order.process_count,
             heartbeat_timeout=order.heartbeat_timeout_s,
@@ -104,8 +108,7 @@ def main() -> None:
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
 
-    from jaxlib import _jax  # noqa: F401 - imported once here, for all that are forked.
-
+    _native()  # Imported once here, for all that are forked.
     forker_pid = os.getpid()
     while True:
         try:

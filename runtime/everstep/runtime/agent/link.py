@@ -183,9 +183,7 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     start_s: float
 
 
-WorkerFrame = (
-    PlotAnnounced | Captured | Restored | FirstStepDone | MetricNames | Ending | Connected
-)
+WorkerFrame = PlotAnnounced | Captured | Restored | FirstStepDone | MetricNames | Ending | Connected
 
 EXIT_CODES: dict[EndKind, int] = {
     EndKind.DONE: 0,

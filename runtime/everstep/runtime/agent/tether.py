@@ -1,4 +1,6 @@
-"""Run a command that the kernel kills when its parent ends: `python tether.py <parent pid> command…`.
+"""Run a command that the kernel kills when its parent ends.
+
+Usage: `python tether.py <parent pid> command…`.
 
 Run as a file with `-I -S`, so that it costs a bare interpreter and nothing of this project. The
 death signal survives `exec`, which is why this small process can set it for any command.
@@ -24,13 +26,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
-    except FileNotFoundError as error:
-        code, why = NOT_FOUND, error
     except OSError as error:
-        code, why = NOT_EXECUTABLE, error
-    sys.stderr.write(f"everstep-agent: {command[0]}: {why.strerror}\n")
-    sys.stderr.flush()
-    os._exit(code)
+        sys.stderr.write(f"everstep-agent: {command[0]}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
 if __name__ == "__main__":

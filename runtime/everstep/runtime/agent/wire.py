@@ -134,6 +134,9 @@ class WriteOrder(msgspec.Struct, frozen=True, kw_only=True):
     chunks: dict[int, tuple[int, ...]]
     """Chunk shape of every leaf, by index."""
     deadline_s: float
+    held_in: Incarnation
+    """Incarnation whose snapshot of the step is written; another one's may have other bits."""
+    fingerprint: str
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

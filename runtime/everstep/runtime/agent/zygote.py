@@ -48,7 +48,8 @@ class CannotFork(msgspec.Struct, frozen=True, kw_only=True, tag="cannot-fork"):
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
     """One descriptor comes with it: the worker's pidfd, so that its number can never be reused
-    between the fork and the first signal."""
+    between the fork and the first signal.
+    """
 
     pid: int
 

@@ -1,0 +1,305 @@
+"""The user's program as processes: the zygote, and workers forked from it or started afresh."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from structlog.typing import FilteringBoundLogger
+
+from everstep.runtime.agent import tether
+from everstep.runtime.agent.control import ControlBlock, create_control_file
+from everstep.runtime.agent.frames import FrameStream, LinkClosed
+from everstep.runtime.agent.link import ENV_LINK_FD, ENV_ZYGOTE_FD, Assignment, WorkerFrame
+from everstep.runtime.agent.zygote import CannotFork, Fork, Forked, Ready, Reaped, ZygoteFrame
+
+# Threads that a library starts at import would make the program unfit to be forked. Set unless
+# the user has set them.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitStatus:
+    """Exactly one is set."""
+
+    code: int | None = None
+    signal: int | None = None
+
+
+class ProgramEnded(Exception):
+    """The program ended before it could be a worker."""
+
+    def __init__(self, status: ExitStatus) -> None:
+        self.status = status
+        super().__init__(str(status))
+
+
+def _status_of(raw: int) -> ExitStatus:
+    code = os.waitstatus_to_exitcode(raw)
+    return ExitStatus(signal=-code) if code < 0 else ExitStatus(code=code)
+
+
+class WorkerProcess:
+    """One worker: its process, its link, its control block."""
+
+    def __init__(
+        self, pid: int, pidfd: int, link: FrameStream[WorkerFrame], control_fd: int
+    ) -> None:
+        self.pid = pid
+        self.link = link
+        self.control = ControlBlock(control_fd)
+        self.exited: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
+        self._pidfd = pidfd
+        self._control_fd = control_fd
+
+    async def assign(self, assignment: Assignment, own_slots: Sequence[int]) -> None:
+        """Send the first frame of the link, with all that the worker inherits."""
+        await self.link.send(assignment, [self._control_fd, *own_slots])
+
+    def kill(self) -> None:
+        """SIGKILL. Never hits another process, since the pidfd names this one."""
+        if not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def note_exit(self, status: ExitStatus) -> None:
+        if not self.exited.done():
+            self.exited.set_result(status)
+
+    def close(self) -> None:
+        """Give up everything that belongs to the process, which has ended."""
+        self.link.close()
+        self.control.close()
+        os.close(self._control_fd)
+        os.close(self._pidfd)
+
+
+class _Zygote:
+    """The agent's side of one zygote process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: FilteringBoundLogger,
+        note_end: Callable[[_Zygote], None],
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = spawn(command, {ENV_ZYGOTE_FD: str(theirs.fileno())}, [theirs.fileno()])
+        self._log = log
+        self._note_end = note_end
+        self._link: FrameStream[ZygoteFrame] = FrameStream(ours, ZygoteFrame)
+        self._settled = asyncio.Event()
+        self._forked: asyncio.Future[tuple[int, int]] | None = None
+        self._worker: WorkerProcess | None = None
+        self.was_ready = False
+        self.refused: str | None = None
+        self.status: ExitStatus | None = None
+        self._exited: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
+        watch(self._process, self._exited.set_result)
+        self._reading = asyncio.create_task(self._read(), name="zygote")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def fork(self, own_slots: Sequence[int]) -> WorkerProcess | None:
+        """Fork a worker; None when the program refuses to be forked (`refused` says why).
+
+        Raises:
+            ProgramEnded: the zygote is gone.
+        """
+        await self._settled.wait()
+        if self.status is not None:
+            raise ProgramEnded(self.status)
+        if self.refused is not None:
+            return None
+        ours, theirs = socket.socketpair()
+        control_fd = create_control_file()
+        self._forked = asyncio.get_running_loop().create_future()
+        with theirs:
+            await self._link.send(Fork(), [theirs.fileno(), control_fd, *own_slots])
+            try:
+                pid, pidfd = await self._forked
+            except (LinkClosed, ProgramEnded):
+                ours.close()
+                os.close(control_fd)
+                if self.refused is not None:
+                    return None
+                raise ProgramEnded(await self._exited) from None
+        worker = WorkerProcess(pid, pidfd, FrameStream(ours, WorkerFrame), control_fd)
+        self._worker = worker
+        return worker
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                frame = await self._link.receive()
+                match frame:
+                    case Ready():
+                        self.was_ready = True
+                        self._settled.set()
+                    case CannotFork():
+                        self.refused = frame.why
+                        self._settled.set()
+                    case Forked():
+                        pidfd = self._link.take_descriptor()
+                        if self._forked is not None and not self._forked.done():
+                            self._forked.set_result((frame.pid, pidfd))
+                        else:
+                            os.close(pidfd)
+                    case Reaped():
+                        if self._worker is not None and self._worker.pid == frame.pid:
+                            self._worker.note_exit(_status_of(frame.status))
+                    case _:
+                        assert_never(frame)
+        except LinkClosed:
+            pass
+        if self.refused is None:
+            # It has gone, or is going, without having said a word.
+            self.status = await self._exited
+        if self._forked is not None and not self._forked.done():
+            self._forked.set_exception(LinkClosed("the zygote has ended"))
+        self._settled.set()
+        if self._worker is not None:
+            # Tied to the zygote by the kernel.
+            self._worker.note_exit(ExitStatus(signal=signal.SIGKILL))
+        self._link.close()
+        self._note_end(self)
+
+    def close(self) -> None:
+        self._reading.cancel()
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Program:
+    """Makes workers of one command. At most one worker at a time."""
+
+    def __init__(self, command: Sequence[str], log: FilteringBoundLogger) -> None:
+        self._command = tuple(command)
+        self._log = log
+        self._zygote: _Zygote | None = None
+        self._direct: subprocess.Popen[bytes] | None = None
+        self.fork_refused: str | None = None
+        """Why workers are started in fresh interpreters; None while they are forked."""
+
+    @property
+    def own_pids(self) -> frozenset[int]:
+        """Children of this process that belong to the program."""
+        pids = {self._zygote.pid} if self._zygote is not None else set[int]()
+        if self._direct is not None:
+            pids.add(self._direct.pid)
+        return frozenset(pids)
+
+    def warm(self) -> None:
+        """Start the zygote, unless there is one or the program cannot be forked."""
+        if self._zygote is None and self.fork_refused is None:
+            self._zygote = _Zygote(self._command, self._log, self._zygote_gone)
+
+    async def launch(
+        self,
+        assignment: Assignment,
+        own_slots: Sequence[int],
+        prepare: Callable[[ControlBlock], None],
+    ) -> WorkerProcess:
+        """Start a worker and hand it its assignment.
+
+        Args:
+            assignment: its first frame.
+            own_slots: descriptors of `assignment.own_slots`, in that order.
+            prepare: sets words of the control block before the worker can read them.
+
+        Raises:
+            ProgramEnded: the program ended before it was a worker; the next launch tries again.
+
+        Blocking: until the program's imports are done, when they are not.
+        """
+        worker: WorkerProcess | None = None
+        # A zygote that was killed is replaced once; one that ends by itself is the user's doing.
+        for is_last in (False, True):
+            self.warm()
+            if self._zygote is None:
+                break
+            try:
+                worker = await self._zygote.fork(own_slots)
+            except ProgramEnded as ended:
+                if is_last or ended.status.signal is None:
+                    raise
+                continue
+            if worker is None:
+                self.fork_refused = self._zygote.refused
+                self._log.warning("program cannot be forked", why=self.fork_refused)
+                self._zygote = None
+            break
+        worker = worker or self._start_fresh()
+        prepare(worker.control)
+        await worker.assign(assignment, own_slots)
+        return worker
+
+    def _start_fresh(self) -> WorkerProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = spawn(self._command, {ENV_LINK_FD: str(theirs.fileno())}, [theirs.fileno()])
+        self._direct = process
+        worker = WorkerProcess(
+            process.pid,
+            os.pidfd_open(process.pid),
+            FrameStream(ours, WorkerFrame),
+            create_control_file(),
+        )
+        watch(process, worker.note_exit)
+        return worker
+
+    def _zygote_gone(self, zygote: _Zygote) -> None:
+        if self._zygote is zygote:
+            self._zygote = None
+            if zygote.was_ready and zygote.refused is None:
+                self._log.warning("zygote ended; starting another", status=str(zygote.status))
+                self.warm()
+
+    def close(self) -> None:
+        """End the zygote and any worker. Blocking: until they are reaped."""
+        if self._zygote is not None:
+            zygote, self._zygote = self._zygote, None
+            zygote.close()
+        if self._direct is not None:
+            self._direct.kill()
+            self._direct.wait()
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process, with these variables added."""
+    tethered = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid()), *command]
+    return subprocess.Popen(
+        tethered,
+        env={**_ONE_THREAD, **os.environ, **environment},
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def watch(process: subprocess.Popen[bytes], note: Callable[[ExitStatus], None]) -> None:
+    """Call `note` from the event loop as soon as a child has ended."""
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process.pid)
+
+    def ended() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        code = process.wait()
+        note(ExitStatus(signal=-code) if code < 0 else ExitStatus(code=code))
+
+    loop.add_reader(pidfd, ended)

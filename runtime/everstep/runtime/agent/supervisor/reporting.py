@@ -1,0 +1,66 @@
+"""What the controller is told: the session's state and the figures beside it, as one report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from everstep.controller.api.wire import Report
+
+if TYPE_CHECKING:
+    from everstep.runtime.agent.supervisor.host import Host
+
+
+class Reports:
+    """Builds and publishes this host's report."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._sequence = 0
+        self._is_due = False
+        self.committed_at_s: float | None = None
+
+    def publish_soon(self) -> None:
+        """Publish once the current event is dealt with: several changes make one report."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.publish)
+
+    def publish(self) -> None:
+        self._is_due = False
+        self._sequence += 1
+        self._host.channel.publish(self._build())
+
+    def _build(self) -> Report:
+        host = self._host
+        state, options = host.session, host.options
+        snapshots, following = host.snapshots, host.following
+        return Report(
+            job_uid=options.job_uid,
+            host=options.host,
+            address=options.address,
+            port=options.port,
+            pid=os.getpid(),
+            sequence=self._sequence,
+            renewed_at_s=host.clock.unix_s(),
+            directive_seen=-1 if state.directive is None else state.directive.sequence,
+            incarnation=state.incarnation,
+            phase=state.phase,
+            phase_since_s=state.phase_since_s,
+            step=state.step if state.worker is None else max(state.worker.step, state.step),
+            step_snapshot=None if snapshots is None else snapshots.newest_step,
+            step_committed=state.step_committed,
+            committed_at_s=self.committed_at_s,
+            steps_per_s=None if following is None else following.pace.steps_per_s,
+            loss=None if following is None else following.loss,
+            exit=state.exit,
+            held=state.held,
+            missing=state.missing,
+            notice=state.notice,
+            restore=state.restore,
+            fenced_by=state.fenced_by,
+            fork_refused=host.program.fork_refused,
+            storage_error=host.checkpoints.error,
+            snapshot_refused=None if snapshots is None else snapshots.refused,
+        )

@@ -1,0 +1,256 @@
+"""A training program without jax that speaks the link as a worker does, for tests of the agent.
+
+Its state is one array whose every element is the number of finished steps, replicated over all
+hosts or (`SHARDED=1`) divided among them by rows. Environment: `STEPS`, `STEP_S`, `SHARDED`,
+`SNAPSHOT_KB`, `PREPARE_S` (time before the state is there), `PAUSE_AT` and `PAUSE_S` (a long
+evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`),
+`FAULT_STEP`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import numpy as np
+
+from everstep.controller.api.ids import Step
+from everstep.controller.api.wire import RestoreFigures
+from everstep.runtime.agent.control import ControlBlock
+from everstep.runtime.agent.frames import LinkClosed, receive, send
+from everstep.runtime.agent.link import (
+    ENV_LINK_FD,
+    ENV_ZYGOTE_FD,
+    EXIT_CODES,
+    AgentFrame,
+    Assignment,
+    Captured,
+    Connected,
+    Ending,
+    EndKind,
+    FirstStepDone,
+    HoldKind,
+    MetricNames,
+    PlotAnnounced,
+    Restored,
+    SlotsGranted,
+    Word,
+    WorkerPhase,
+)
+from everstep.runtime.agent.zygote import prepare_worker_signals, serve
+from everstep.runtime.layout.boxes import Box
+from everstep.runtime.layout.manifest import Plot, Region, Shard
+from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
+from everstep.runtime.restore.fetch import Fetch, Target
+from everstep.runtime.restore.peers import PeerMemory
+from everstep.runtime.restore.reshard import SourceHolding, SourceKind, plan_reads
+from everstep.runtime.snapshot.slots import SlotWriter
+
+ROWS = 12
+STEPS = int(os.environ.get("STEPS", "20"))
+STEP_S = float(os.environ.get("STEP_S", "0.02"))
+COLUMNS = int(os.environ.get("SNAPSHOT_KB", "48")) * 1024 // 4 // ROWS
+FAULT = os.environ.get("FAULT", "")
+FAULT_STEP = int(os.environ.get("FAULT_STEP", "3"))
+IS_SHARDED = os.environ.get("SHARDED") == "1"
+
+TREE = TreeSpec(
+    leaves=(
+        Leaf(
+            path=(Key(KeyKind.DICT, "w"),),
+            kind=LeafKind.ARRAY,
+            dtype="float32",
+            shape=(ROWS, COLUMNS),
+        ),
+    )
+)
+
+
+def own_box(assignment: Assignment) -> Box:
+    if not IS_SHARDED:
+        return Box((0, 0), (ROWS, COLUMNS))
+    count, rank = assignment.process_count, assignment.rank
+    return Box((ROWS * rank // count, 0), (ROWS * (rank + 1) // count, COLUMNS))
+
+
+class Training:
+    def __init__(self, sock: socket.socket, assignment: Assignment, fds: list[int]) -> None:
+        self.sock = sock
+        self.assignment = assignment
+        self.control = ControlBlock(fds[0])
+        self.own_slots = fds[1:]
+        self.box = own_box(assignment)
+        self.state = np.zeros(self.box.shape, np.float32)
+        self.writer: SlotWriter | None = None
+        self.last_slot = -1
+
+    def run(self) -> EndKind:
+        self.control.write(Word.PHASE, WorkerPhase.CONNECTING)
+        if self.assignment.coordinator_address:
+            host, _, port = self.assignment.coordinator_address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+        send(self.sock, Connected(pid=os.getpid(), start_s=0.0))
+        self.control.write(Word.PHASE, WorkerPhase.PREPARING)
+        time.sleep(float(os.environ.get("PREPARE_S", "0")))
+        self.control.write(Word.PHASE, WorkerPhase.RESTORING)
+        step = self.restore()
+        self.control.write(Word.STEP_STARTED, step)
+        self.control.write(Word.STEP_DONE, step)
+        self.announce()
+        self.control.write(Word.PHASE, WorkerPhase.COMPILING)
+        send(self.sock, MetricNames(names=("loss",)))
+        return self.train(step)
+
+    def restore(self) -> int:
+        assignment = self.assignment
+        step = assignment.restore_step
+        source, own_bytes, peer_bytes = "fresh", 0, 0
+        if step is not None and assignment.holdings:
+            source = "memory"
+            own = {
+                id_: mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+                for id_, fd in zip(assignment.own_slots, self.own_slots, strict=True)
+            }
+            assert all(len(memory) for memory in own.values())
+            outcome = self.fetch()
+            own_bytes = outcome.get(SourceKind.OWN, 0)
+            peer_bytes = outcome.get(SourceKind.PEER, 0)
+            assert (self.state == step).all(), f"restored {self.state.flat[0]}, expected {step}"
+        elif step is not None:
+            source = "storage"
+            self.state[:] = step
+        figures = RestoreFigures(
+            incarnation=assignment.incarnation,
+            step=Step(step or 0),
+            source=source,
+            own_bytes=own_bytes,
+            peer_bytes=peer_bytes,
+        )
+        send(self.sock, Restored(figures=figures))
+        return step or 0
+
+    def fetch(self) -> dict[SourceKind, int]:
+        assignment = self.assignment
+        memories: dict[int, PeerMemory] = {}
+        holdings: list[SourceHolding] = []
+        for index, holding in enumerate(assignment.holdings):
+            kind = SourceKind.OWN if holding.host == assignment.host else SourceKind.PEER
+            memories[index] = PeerMemory(
+                holding, kind=kind, token=assignment.token, incarnation=assignment.incarnation
+            )
+            holdings.append(SourceHolding(index=index, kind=kind, shards=holding.shards))
+        region = Region(0, self.box)
+        plan = plan_reads([region], holdings, TREE)
+        fetch = Fetch(
+            TREE, [Target(region=region, array=self.state)], memories, {}, memory_bytes=1 << 24
+        )
+        outcome = fetch.execute(plan.reads)
+        assert not outcome.missing, outcome.rejected
+        return outcome.bytes_by_kind
+
+    def announce(self) -> None:
+        plot = Plot(
+            tree=TREE,
+            shards=(Shard(0, self.box, 0, self.state.nbytes),),
+            size_bytes=max(64, self.state.nbytes),
+        )
+        send(self.sock, PlotAnnounced(plot=plot))
+        frame, fds = receive(self.sock, AgentFrame, 64)
+        assert isinstance(frame, SlotsGranted), frame
+        self.writer = SlotWriter(fds, frame.size_bytes, plot)
+
+    def train(self, step: int) -> EndKind:
+        is_first = True
+        while step < STEPS:
+            self.control.write(Word.STEP_STARTED, step + 1)
+            time.sleep(STEP_S)
+            if step + 1 == FAULT_STEP:
+                self.misbehave()
+            if step + 1 == int(os.environ.get("PAUSE_AT", "-1")):
+                time.sleep(float(os.environ["PAUSE_S"]))
+            step += 1
+            self.state += 1
+            self.control.record(step, (1.0 / step,))
+            self.control.write(Word.STEP_DONE, step)
+            hold = self.control.read(Word.HOLD_AFTER)
+            every = self.control.read(Word.SNAPSHOT_EVERY)
+            if is_first:
+                is_first = False
+                self.control.write(Word.PHASE, WorkerPhase.TRAINING)
+                send(self.sock, FirstStepDone(step=Step(step), at_s=time.time()))
+            if hold == step or step == STEPS or (every and step % every == 0):
+                self.capture(step, is_required=hold == step or step == STEPS)
+            if hold == step and self.control.read(Word.HOLD_KIND) == HoldKind.LEAVE:
+                return self.end(EndKind.LEFT, step)
+        return self.end(EndKind.DONE, step)
+
+    def capture(self, step: int, *, is_required: bool) -> None:
+        deadline_s = time.monotonic() + 10
+        while (slot := self.control.read(Word.SLOT_GRANTED)) in (-1, self.last_slot):
+            if not is_required:
+                return
+            assert time.monotonic() < deadline_s, "no slot was granted"
+            time.sleep(0.001)
+        assert self.writer is not None
+        self.control.write(Word.SLOT_WRITING, slot)
+        self.writer.write(slot, [self.state])
+        self.last_slot = slot
+        send(self.sock, Captured(slot=slot, step=Step(step), copy_s=0.0001))
+        self.control.write(Word.SLOT_WRITING, -1)
+
+    def misbehave(self) -> None:
+        once = os.environ.get("FAULT_ONCE")
+        if once is not None:
+            if os.path.exists(once):
+                return
+            open(once, "w").close()
+        if FAULT == "raise":
+            sys.stderr.write("Traceback: a fault of the user's\n")
+            self.end(EndKind.USER_ERROR, FAULT_STEP - 1, "ValueError: a fault of the user's")
+            os._exit(EXIT_CODES[EndKind.USER_ERROR])
+        if FAULT == "os-exit":
+            os._exit(3)
+        if FAULT == "hang":
+            time.sleep(3600)
+        if FAULT == "loader" and os.fork() == 0:
+            time.sleep(3600)
+
+    def end(self, kind: EndKind, step: int, message: str = "") -> EndKind:
+        self.control.write(Word.PHASE, WorkerPhase.ENDING)
+        send(self.sock, Ending(kind=kind, step=Step(step), message=message))
+        return kind
+
+
+def enter(sock: socket.socket, control_fd: int, slots: list[int]) -> NoReturn:
+    assignment, fds = receive(sock, Assignment, 250)
+    for fd in (control_fd, *slots):
+        if fd >= 0:
+            os.close(fd)
+    try:
+        kind = Training(sock, assignment, fds).run()
+    except LinkClosed:
+        kind = EndKind.COLLECTIVE_ERROR
+    sys.stdout.flush()
+    os._exit(EXIT_CODES[kind])
+
+
+def main() -> None:
+    if FAULT == "import":
+        raise ValueError("a fault at import")
+    if FAULT == "exit-at-import":
+        sys.exit(0)
+    if FAULT == "thread":
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    if ENV_ZYGOTE_FD in os.environ:
+        serve(int(os.environ[ENV_ZYGOTE_FD]), enter=enter)
+    prepare_worker_signals()
+    enter(socket.socket(fileno=int(os.environ[ENV_LINK_FD])), -1, [])
+
+
+if __name__ == "__main__":
+    main()
