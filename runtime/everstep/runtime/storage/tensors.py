@@ -35,6 +35,7 @@ dtype, Orbax sees bytes."""
 _INLINE_BYTES_MAX = 1024
 _NODE_BYTES_MAX = 100_000_000
 _CRC_BYTES = 4
+_NODE_CACHE = "cache_pool#nodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,10 +268,12 @@ _spaces: weakref.WeakKeyDictionary[Space, Any] = weakref.WeakKeyDictionary()
 @functools.cache
 def _file_context() -> Any:
     # Locks are off: every data file has a random name and every folder one writer, and some
-    # cluster file systems have none. The cache holds tree nodes only.
+    # cluster file systems have none. Nodes of the databases are cached, arrays are not: they are
+    # read once, and memory is the caller's business.
     return ts.Context(
         {
-            "cache_pool": {"total_bytes_limit": 64_000_000},
+            "cache_pool": {"total_bytes_limit": 0},
+            _NODE_CACHE: {"total_bytes_limit": 64_000_000},
             "file_io_concurrency": {"limit": 16},
             "file_io_sync": True,
             "file_io_locking": {"mode": "none"},
@@ -282,7 +285,9 @@ def _context(location: Location) -> Any:
     if location.space is None:
         return _file_context()
     if location.space not in _spaces:
-        _spaces[location.space] = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        _spaces[location.space] = ts.Context(
+            {"cache_pool": {"total_bytes_limit": 0}, _NODE_CACHE: {"total_bytes_limit": 0}}
+        )
     return _spaces[location.space]
 
 
@@ -294,6 +299,7 @@ def _database_spec(location: Location, *, file_bytes: int) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "driver": "ocdbt",
         "base": _base(location),
+        "cache_pool": _NODE_CACHE,
         "config": {
             "max_inline_value_bytes": _INLINE_BYTES_MAX,
             "max_decoded_node_bytes": _NODE_BYTES_MAX,

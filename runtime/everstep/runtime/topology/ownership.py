@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.controller.api.ids import HostId
-from everstep.runtime.errors import Infeasible
+from everstep.runtime.errors import Infeasible, StateRefused
 from everstep.runtime.layout.boxes import Box, uncovered, whole
 from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Holding, Region
@@ -56,6 +56,7 @@ def plan_writes(
 
     Raises:
         Infeasible: names a leaf and a region that nobody holds.
+        StateRefused: names a leaf of a dtype that cannot be stored.
     """
     shards: list[dict[Box, set[HostId]]] = [{} for _ in tree.leaves]
     for holding in holdings:
@@ -75,7 +76,7 @@ def plan_writes(
                 f"nobody holds {leaf.name} region {list(gaps[0].start)} to {list(gaps[0].stop)}",
                 change="one more host that holds it would do",
             )
-        width = itemsize(leaf.dtype)
+        width = _width(leaf)
         chunks[index] = choose_chunk(
             leaf.shape, width, shards[index], wanted_bytes=wanted, floor_bytes=chunk_bytes_min // 2
         )
@@ -247,4 +248,11 @@ def _runs(first: int, end: int, counts: Sequence[int]) -> Iterator[tuple[_Positi
 
 
 def _size_bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * itemsize(leaf.dtype)
+    return math.prod(leaf.shape) * _width(leaf)
+
+
+def _width(leaf: Leaf) -> int:
+    try:
+        return itemsize(leaf.dtype)
+    except KeyError as error:
+        raise StateRefused(leaf.name, leaf.dtype, "a numeric dtype of JAX") from error
