@@ -229,15 +229,14 @@ def _place(dataset: Dataset, order: Indices, sharding: NamedSharding, lead: tupl
         leaves, treedef = jax.tree.flatten(dataset.examples(numbers.reshape(-1)))
         read[start, stop] = [np.asarray(a).reshape(*numbers.shape, *a.shape[1:]) for a in leaves]
     first = next(iter(read.values()))
-    arrays = [
-        jax.make_array_from_callback(
-            (lead[0], *first[i].shape[1:]),
-            sharding,
-            lambda index, i=i: read[_span(index[0], lead[0])][i],
+
+    def place(leaf: int) -> jax.Array:
+        shape = (lead[0], *first[leaf].shape[1:])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: read[_span(index[0], lead[0])][leaf]
         )
-        for i in range(len(first))
-    ]
-    return jax.tree.unflatten(treedef, arrays)
+
+    return jax.tree.unflatten(treedef, [place(leaf) for leaf in range(len(first))])
 
 
 def _span(part: slice, length: int) -> tuple[int, int]:

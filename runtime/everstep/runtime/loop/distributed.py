@@ -88,9 +88,8 @@ def _connect_client(
     address: str, rank: int, process_count: int, timeout_s: int, heartbeat_s: int
 ) -> Any:
     from jax._src import distributed
-    from jax._src.lib import _jax
 
-    private: Any = _jax
+    private = _jaxlib()
     client = private.get_distributed_runtime_client(
         address,
         rank,
@@ -108,12 +107,17 @@ def _connect_client(
     return client
 
 
+def _jaxlib() -> Any:
+    from jaxlib import _jax
+
+    return _jax
+
+
 def _announce_on(local_address: str, client: Any) -> None:
     """Have the CPU backend's collectives bind `local_address` instead of the machine's name."""
     from jax._src import xla_bridge
-    from jax._src.lib import _jax
 
-    private: Any = _jax
+    private = _jaxlib()
 
     def make_client() -> Any:
         collectives = private.make_gloo_tcp_collectives(

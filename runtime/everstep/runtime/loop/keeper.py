@@ -20,6 +20,7 @@ class Facts:
     slices: tuple[SliceId, ...]
     """Member slices in rank order."""
     restored_step: Step | None
+    """The step to restore, as far as it is known before the restore."""
     durable_every_steps: int | None = None
     """A snapshot is also due at multiples of this, so that a checkpoint can be written."""
 
@@ -36,12 +37,15 @@ class Keeper(Protocol):
 
     def restore(
         self, abstract: Any, shardings: list[Any], build_fresh: Callable[[], Any]
-    ) -> tuple[Any, Step]:
-        """The state of the restore step on these shardings; `build_fresh()` when there is none.
+    ) -> tuple[Any, Step | None]:
+        """The state of the newest step on these shardings; `build_fresh()` when there is none.
 
         Args:
             abstract: tree of arrays, `jax.ShapeDtypeStruct` and plain values.
             shardings: one a leaf of `abstract`, in order; None for what is no array.
+
+        Returns:
+            The state, and the step that it is of; None for a fresh one.
 
         Raises:
             StateRefused: the tree is not the one that was saved; all bad leaves are named.
@@ -49,7 +53,7 @@ class Keeper(Protocol):
         ...
 
     def capture(self, step: Step, state: Any, *, is_required: bool) -> bool:
-        """Copy the state; False when there was nowhere to copy it and it was not required.
+        """Copy the state; False when there is nowhere to copy it and it is not required.
 
         Blocking: for the copy; when required also until a slot is free, with a deadline.
         """

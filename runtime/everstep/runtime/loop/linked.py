@@ -45,7 +45,7 @@ class LinkedKeeper:
 
     def restore(
         self, abstract: Any, shardings: list[Any], build_fresh: Callable[[], Any]
-    ) -> tuple[Any, Step]:
+    ) -> tuple[Any, Step | None]:
         """See `Keeper.restore`."""
         started_s = self._clock.monotonic_s()
         step = self._assignment.restore_step
@@ -60,7 +60,7 @@ class LinkedKeeper:
         restore_s = self._clock.monotonic_s() - started_s
         send(self._sock, Restored(figures=_with_restore_s(figures, restore_s)))
         self._slots.prepare(state)
-        return state, step or Step(0)
+        return state, step
 
     def _restore_held(self, abstract: Any, shardings: list[Any]) -> tuple[Any, RestoreFigures]:
         # Fetching and verifying brings a few libraries; a fresh start does without them.

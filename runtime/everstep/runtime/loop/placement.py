@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -38,7 +40,8 @@ def resolve_shardings(shardings: Any, abstract: Any, mesh: Mesh) -> list[Any]:
     """
     if callable(shardings) and not isinstance(shardings, Sharding):
         shardings = shardings(abstract)
-    leaves, treedef = jax.tree.flatten(abstract)
+    leaves, structure = jax.tree.flatten(abstract)
+    treedef: Any = structure
     if shardings is None:
         wanted: list[Any] = [None] * len(leaves)
     else:
@@ -84,7 +87,8 @@ def _refuse_indivisible(abstract: Any, shardings: list[Any]) -> None:
 
 def with_shardings(abstract: Any, shardings: list[Any]) -> Any:
     """The abstract state with each array's sharding attached; plain values stay."""
-    leaves, treedef = jax.tree.flatten(abstract)
+    leaves, structure = jax.tree.flatten(abstract)
+    treedef: Any = structure
     return treedef.unflatten(
         leaf
         if sharding is None
@@ -94,7 +98,7 @@ def with_shardings(abstract: Any, shardings: list[Any]) -> Any:
 
 
 def _size_bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+    return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
 
 
 def build_fresh(init: Any, abstract: Any, shardings: list[Any]) -> Any:
@@ -116,7 +120,7 @@ def _place(leaf: Any, sharding: Any) -> Any:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise StateRefused("init", "a ShapeDtypeStruct", "a function or real arrays to start from")
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _place(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
         return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(leaf)))
     host = np.asarray(leaf)

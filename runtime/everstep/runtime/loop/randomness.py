@@ -35,7 +35,8 @@ def key_of(seed: int, step: int, mesh: Mesh) -> jax.Array:
     data = jax.make_array_from_callback(
         words.shape, NamedSharding(mesh, PartitionSpec()), lambda index: words[index]
     )
-    return jax.random.wrap_key_data(data)
+    key: jax.Array = jax.random.wrap_key_data(data)
+    return key
 
 
 def generator_of(seed: int, step: int) -> np.random.Generator:

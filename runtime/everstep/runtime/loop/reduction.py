@@ -191,7 +191,8 @@ class _OrderedGradients:
         ordered = received.transpose(1, 0, 2).reshape(count * self._rounds, -1)
         total = _sum_in_order(ordered[: self._logical_shards])
         mean = total / self._logical_shards
-        return jax.lax.all_gather(mean, self._mesh.axis_names, tiled=True)[:length]
+        gathered: jax.Array = jax.lax.all_gather(mean, self._mesh.axis_names, tiled=True)
+        return gathered[:length]
 
     def _on_each_device(self, fn: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
@@ -201,9 +202,12 @@ class _OrderedGradients:
 
 def _sum_in_order(rows: jax.Array) -> jax.Array:
     """`rows[0] + rows[1] + …`, from the left, `[rows, n]` to `[n]`."""
+    total: jax.Array
     if rows.shape[0] <= UNROLLED_MAX:
-        return functools.reduce(jnp.add, list(rows))
-    return jax.lax.fori_loop(1, rows.shape[0], lambda i, total: total + rows[i], rows[0])
+        total = functools.reduce(jnp.add, list(rows))
+    else:
+        total = jax.lax.fori_loop(1, rows.shape[0], lambda i, sum_: sum_ + rows[i], rows[0])
+    return total
 
 
 def _sum_dtype(dtype: Any) -> Any:

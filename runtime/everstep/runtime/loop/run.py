@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from everstep.runtime.topology.mesh import arrange
 from jax.sharding import Mesh
 
 from everstep.controller.api.ids import Incarnation, Step
@@ -29,6 +28,7 @@ from everstep.runtime.loop.reduction import (
     fast_gradients,
     ordered_gradients,
 )
+from everstep.runtime.topology.mesh import arrange
 
 NEVER = 1 << 62
 
@@ -53,6 +53,7 @@ class Run:
         self._metrics = MetricsFeed(control, keeper.name_metrics)
         self._mesh: Mesh | None = None
         self._logical_shards: int | None = None
+        self._restored_step = facts.restored_step
         self._step: int | None = None  # Finished steps; None before `restore`.
         self._step_started = -1
         self._step_last = NEVER
@@ -86,7 +87,7 @@ class Run:
     @property
     def restored_step(self) -> Step | None:
         """The step that this incarnation started from; None for a fresh start."""
-        return self._facts.restored_step
+        return self._restored_step
 
     @property
     def step(self) -> Step:
@@ -135,9 +136,10 @@ class Run:
         self._control.write(Word.PHASE, WorkerPhase.RESTORING)
         abstract = placement.abstract_of(init) if like is None else like
         resolved = placement.resolve_shardings(shardings, abstract, self._current_mesh())
-        state, step = self._keeper.restore(
+        state, self._restored_step = self._keeper.restore(
             abstract, resolved, lambda: placement.build_fresh(init, abstract, resolved)
         )
+        step = self._restored_step or Step(0)
         self._step = step
         self._step_started = step
         self._control.write(Word.STEP_STARTED, step)

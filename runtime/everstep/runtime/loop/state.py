@@ -42,8 +42,9 @@ def flatten(state: object) -> FlatState:
         pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_has_no_children)
         treedef: TreeDef = jax.tree_util.tree_structure(state)
     except (TypeError, ValueError) as error:
-        # Mixed key types in one dict cannot be sorted, and jax says no more than that.
-        raise StateRefused("state", str(error).splitlines()[0], "a pytree") from error
+        # Keys of several types in one dict cannot be sorted, and jax says no more than that.
+        found = str(error).splitlines()[0]
+        raise StateRefused("state", found, "a pytree whose dicts have keys of one type") from error
     leaves: list[Leaf] = []
     values: list[object] = []
     refused: list[tuple[str, str]] = []

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO
+from typing import IO, Self
 
 from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
 from everstep.controller.api.wire import Member, MemberHost, RestoreFigures, Settings
@@ -146,7 +146,7 @@ class LocalSlices:
         self._closing: list[contextlib.AbstractContextManager[object]] = []
         self.hosts: list[LocalHost] = []
 
-    def __enter__(self) -> LocalSlices:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

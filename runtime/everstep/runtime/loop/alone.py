@@ -1,0 +1,109 @@
+"""A training on one process with no agent, no controller and no configuration.
+
+It resumes from a local folder and checkpoints to it (`loop.folder`). A job with agents can take
+such a folder over, and go on from its newest step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from everstep.controller.api.ids import Step
+from everstep.runtime.agent.control import ControlBlock, create_control_file
+from everstep.runtime.agent.link import EXIT_CODES, EndKind, HoldKind, Word
+from everstep.runtime.clock import SystemClock
+from everstep.runtime.errors import ConfigurationError, EverstepError
+from everstep.runtime.loop.compiled import keep_compiled
+from everstep.runtime.loop.ending import judge, line_of
+from everstep.runtime.loop.folder import CheckpointFailed, FolderKeeper
+from everstep.runtime.loop.options import Options, compiled_folder
+from everstep.runtime.loop.run import Run
+
+
+def run_alone(train: Callable[[Run], object], options: Options) -> int:
+    """Train in this process; the exit code.
+
+    Durability: on return with 0 the last step is durable; after SIGINT or SIGTERM (130, 143) the
+    step that was under way is. A second signal ends at once.
+    """
+    control = _make_control()
+    control.write(Word.SNAPSHOT_EVERY, options.every_steps)
+    uri = str(Path(options.checkpoints_alone.removeprefix("file://")).absolute())
+    keep_compiled(compiled_folder())
+    signals = _Signals(control)
+    error: BaseException | None = None
+    run: Run | None = None
+    try:
+        keeper = FolderKeeper(uri, SystemClock())
+        try:
+            run = Run(keeper.facts, control, keeper, seed=options.seed)
+            with signals:
+                train(run)
+                run.finish()
+        finally:
+            keeper.close()
+    except BaseException as raised:  # noqa: BLE001 - whatever it was, it is judged and said.
+        error = raised
+    return _conclude(error, run, signals.received)
+
+
+def _make_control() -> ControlBlock:
+    fd = create_control_file()
+    control = ControlBlock(fd)
+    os.close(fd)
+    return control
+
+
+def _conclude(error: BaseException | None, run: Run | None, received: int | None) -> int:
+    step = run.step if run is not None else Step(0)
+    is_finished = run is not None and run.is_finished
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, CheckpointFailed | ConfigurationError) or (
+        isinstance(error, EverstepError) and run is None
+    ):
+        sys.stderr.write(f"everstep: {line_of(error)}\n")
+        return EXIT_CODES[EndKind.STATE_REFUSED] if run is not None else 1
+    verdict = judge(error, step=step, is_finished=is_finished, is_alone=True)
+    if received is not None and verdict.kind in (EndKind.LEFT, EndKind.DONE):
+        sys.stderr.write(f"everstep: step {step} is saved; run again to go on\n")
+        return 128 + received
+    if verdict.traceback:
+        sys.stderr.write(verdict.traceback)
+    elif verdict.message:
+        sys.stderr.write(f"everstep: {verdict.message}\n")
+    return EXIT_CODES[verdict.kind]
+
+
+class _Signals:
+    """While open, the first SIGINT or SIGTERM asks to hold the step under way and leave."""
+
+    def __init__(self, control: ControlBlock) -> None:
+        self._control = control
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: int | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        done = self._control.read(Word.STEP_DONE)
+        if self.received is not None or done < 0:
+            # Asked twice, or there is no state yet that could be held.
+            raise SystemExit(128 + number)
+        self.received = number
+        self._control.write(Word.HOLD_KIND, HoldKind.LEAVE)
+        self._control.write(Word.HOLD_AFTER, done + 1)
