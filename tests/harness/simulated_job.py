@@ -8,7 +8,7 @@ not compute anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from everstep.controller.api.codec import decode, encode
@@ -49,6 +49,7 @@ from everstep.controller.core.plan import plan
 
 UID = "uid-1"
 START_S = 1_000_000.0
+NO_INCARNATION = Incarnation(0)
 
 
 class Worker(Enum):
@@ -74,7 +75,7 @@ class Agent:
     exited_at_s: float | None = None
     kill_at_s: float | None = None
     sequence_seen: int = 0
-    incarnation: Incarnation = Incarnation(0)
+    incarnation: Incarnation = NO_INCARNATION
     worker: Worker = Worker.NONE
     phase_since_s: float = 0.0
     worker_since_s: float = 0.0
@@ -476,7 +477,7 @@ class SimulatedJob:
             return
         self._join_and_restore(directive, active)
         if all(one.worker is Worker.TRAINING for one in active):
-            self._step(directive, active)
+            self._step(active)
         self._serve(directive, active)
 
     def _join_and_restore(self, directive: Directive, active: list[Agent]) -> None:
@@ -503,7 +504,7 @@ class SimulatedJob:
                     one.worker = Worker.TRAINING
                     one.worker_since_s = one.phase_since_s = self.now_s
 
-    def _step(self, directive: Directive, active: list[Agent]) -> None:
+    def _step(self, active: list[Agent]) -> None:
         since_s = active[0].worker_since_s
         if self.now_s < since_s + self.timing.step_s:
             return
@@ -608,26 +609,3 @@ class SimulatedJob:
 
     def step(self) -> int:
         return max([agent.step for agent in self.agents.values()], default=0)
-
-    def age_reports(self, id_: SliceId, seconds: float) -> None:
-        """Make the reports of one slice older than they are."""
-        for agent in self._of(id_):
-            if agent.report is not None:
-                renewed_at_s = agent.report.renewed_at_s - seconds
-                agent.report = _renewed(agent.report, renewed_at_s)
-
-
-def _renewed(report: Report, renewed_at_s: float) -> Report:
-    from msgspec.structs import replace as replaced
-
-    return replaced(report, renewed_at_s=renewed_at_s)
-
-
-def with_notice(view: View, notice: Notice) -> View:
-    """Return the view with one notice more."""
-    return replace(
-        view,
-        slices=tuple(
-            replace(one, notice=notice) if one.id == notice.slice else one for one in view.slices
-        ),
-    )

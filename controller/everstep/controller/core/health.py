@@ -121,10 +121,9 @@ def is_gone(turn: Turn, id_: SliceId, host: HostView) -> bool:
 
 
 def is_done(turn: Turn, report: Report) -> bool:
-    return report.incarnation == turn.ledger.incarnation and (
-        report.phase is HostPhase.DONE
-        or (report.exit is not None and report.exit.cause is ExitCause.DONE)
-    )
+    """Whether a host says that all steps are finished and durable."""
+    same = report.incarnation == turn.ledger.incarnation
+    return same and report.phase is HostPhase.DONE
 
 
 def judge_standby(turn: Turn, entry: Standby) -> StandbyState:
@@ -191,8 +190,15 @@ def worker_endings(turn: Turn) -> list[Ending]:
 
 
 def _missing(turn: Turn) -> frozenset[HostId]:
-    lead = turn.lead_report() if turn.ledger.stage is Stage.RUN else None
-    return frozenset(lead.missing) if lead is not None else frozenset()
+    """Return the hosts that somebody waited for in vain: the lead, or others for the lead."""
+    if turn.ledger.stage is not Stage.RUN:
+        return frozenset()
+    return frozenset(
+        host
+        for _, seen, report in turn.current_reports()
+        if seen.process is ProcessState.ALIVE and report.phase is HostPhase.JOINING
+        for host in report.missing
+    )
 
 
 def _quiet_after_s(turn: Turn) -> float:

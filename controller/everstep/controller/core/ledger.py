@@ -182,8 +182,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Last disruption or growth; the cooldown counts from here."""
     step_seen: Step = Step(0)
     """Newest finished step known at the last change, also of hosts that are gone."""
-    adoptions: int = 0
-    """How often the first start had to pass over incarnations of an earlier run in the folder."""
     outage_since_s: float | None = None
     budget_learnt_s: float | None = None
     """How long drains took lately."""

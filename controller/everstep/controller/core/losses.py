@@ -21,7 +21,6 @@ from everstep.controller.core.ledger import IncidentKind, Stage
 from everstep.controller.core.transitions import (
     COALESCE_S,
     Cause,
-    adopt,
     charge_failure,
     charge_lost,
     count_crash,
@@ -30,7 +29,6 @@ from everstep.controller.core.transitions import (
 )
 from everstep.controller.core.turn import Turn
 
-_ADOPTIONS_MAX = 3
 _REASONS = {
     ExitCause.SIGNALED: Reason.WORKER_KILLED,
     ExitCause.HUNG: Reason.WORKER_HUNG,
@@ -42,22 +40,18 @@ _REASONS = {
 
 
 def refuse(turn: Turn) -> bool:
-    """End a job that no restart can help. Returns whether it ended, or begins anew above others."""
+    """End a job that no restart can help. Returns whether it ended."""
     ledger = turn.ledger
     for _, _, report in turn.member_reports():
-        fenced_by = report.fenced_by
-        if fenced_by is not None and fenced_by > ledger.incarnation:
-            # A folder that an earlier run of the same name filled is no rival, and a job that has
-            # not trained yet cannot be the older of two.
-            is_new = ledger.step_seen == 0 and ledger.trained_since_s is None
-            if is_new and ledger.adoptions < _ADOPTIONS_MAX and turn.newest_step() == 0:
-                adopt(turn, fenced_by)
-                return True
-            text = f"Incarnation {fenced_by} of another run owns {turn.spec.checkpoint.uri}; "
-            text += f"this job is at {ledger.incarnation}."
+        if report.incarnation != ledger.incarnation:
+            # An older incarnation that was fenced by this one stopped as it should.
+            continue
+        if report.fenced_by is not None:
+            text = f"{turn.spec.checkpoint.uri} belongs to another run, at incarnation "
+            text += f"{report.fenced_by}; this job is at {ledger.incarnation} and stops."
             finish(turn, Reason.FENCED, text)
             return True
-        if report.snapshot_refused is not None and report.incarnation == ledger.incarnation:
+        if report.snapshot_refused is not None:
             finish(turn, Reason.SNAPSHOT_REFUSED, f"Host {report.host}: {report.snapshot_refused}")
             return True
     for ending in worker_endings(turn):

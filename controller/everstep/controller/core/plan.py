@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from everstep.controller.api.ids import Step
 from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.status import JobStatus
-from everstep.controller.api.wire import HostPhase
+from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.actions import derive_actions
 from everstep.controller.core.health import StandbyState, is_done, judge_standby
 from everstep.controller.core.incidents import active_until_s, advance_incident, call_back
@@ -70,7 +70,6 @@ def _decide(turn: Turn) -> None:
             finish(turn, Reason.COMPLETED, text, succeeded=True)
             return
         if refuse(turn):
-            _leave_wait(turn)
             return
     handle_losses(turn)
     if turn.ledger.stage is Stage.RUN and turn.ledger.outage_since_s is None:
@@ -109,7 +108,9 @@ def _is_done(turn: Turn) -> bool:
     busy = [
         report
         for report in current
-        if not is_done(turn, report) and report.phase is not HostPhase.ENDED
+        if not is_done(turn, report)
+        and report.phase is not HostPhase.ENDED
+        and not (report.exit is not None and report.exit.cause is ExitCause.DONE)
     ]
     due_s = lead.phase_since_s + _DONE_GRACE_S
     if busy:

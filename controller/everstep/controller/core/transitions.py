@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import Incarnation, SliceId, Step
+from everstep.controller.api.ids import SliceId, Step
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.core.health import SliceHealth
 from everstep.controller.core.ledger import (
-    Budgets,
     Charge,
     Crash,
     Finish,
@@ -231,16 +230,6 @@ def rest_standby(turn: Turn, entry: Standby) -> Standby:
     return replace(entry, attempts=entry.attempts + 1, since_s=turn.now_s + max(rest_s, 1.0))
 
 
-def adopt(turn: Turn, fenced_by: Incarnation) -> None:
-    """Begin above the incarnations of an earlier run in the same folder."""
-    ledger = turn.ledger
-    cause = Cause(reason=Reason.FIRST_START, at_s=turn.now_s)
-    halt(turn, cause, ledger.members, lost=False)
-    turn.change(adoptions=ledger.adoptions + 1)
-    text = f"The checkpoint folder is at incarnation {fenced_by}; this job begins above it."
-    turn.tell(f"adopted-{fenced_by}", Reason.FIRST_START, text)
-
-
 def _remember(
     memories: tuple[SliceMemory, ...],
     id_: SliceId,
@@ -258,7 +247,3 @@ def _remember(
         reason=reason or old.reason,
     )
     return tuple(known[key] for key in sorted(known))
-
-
-def failures_counted(turn: Turn, budgets: Budgets) -> int:
-    return len(failures_in_window(turn, budgets))
