@@ -193,7 +193,7 @@ def _judge_template(found: _Problems, spec: JobSpec) -> None:
             _judge_label(found, f"{where}.name", container.name, _LABEL_LENGTH_MAX)
         _judge_container(found, where, container)
     chosen = spec.runtime.container
-    if chosen is None and len(containers) > 1:
+    if chosen is None and len(set(names)) > 1:
         expected = f"the container that runs the agent, one of {', '.join(names)}"
         found.add("spec.runtime.container", None, expected)
     elif chosen is not None and chosen not in names:
