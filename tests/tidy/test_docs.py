@@ -9,10 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 import yaml
 
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.api.spec import JobSpec, MultiSliceJob
+from everstep.controller.cli.local import app as local_app
+from everstep.controller.cli.main import app
 from tests.tidy.references import unresolved
 from tests.tidy.test_glossary import prose
 from tests.tidy.tree import ROOT, kept_files, pages, product_files, relative
@@ -166,6 +169,21 @@ def test_every_field_of_a_job_is_in_the_reference_with_its_default() -> None:
     text = (ROOT / "docs" / "reference" / "job.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (.*?) ?\|", text, re.MULTILINE))
     assert rows == dict(_field_rows(MultiSliceJob))
+
+
+def test_every_command_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z]+)[^`]*` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted(_verbs(local_app))
+    headings = re.findall(r"^## `everstep ([a-z]+)`$", text, re.MULTILINE)
+    assert sorted(headings) == sorted([*_verbs(app), "local"])
+
+
+def _verbs(commands: typer.Typer) -> list[str]:
+    registered = commands.registered_commands
+    names = [one.name or getattr(one.callback, "__name__", "") for one in registered]
+    hidden = {name for name, one in zip(names, registered, strict=True) if one.hidden}
+    return [name for name in names if name not in hidden]
 
 
 def _field_rows(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:

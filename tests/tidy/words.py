@@ -141,6 +141,7 @@ CALLS: tuple[BannedCall, ...] = (
             "controller/everstep/controller/ops/clock.py": "the one source of chance",
             "runtime/everstep/runtime/checkpoint/commit.py": "tells two writers of a draft apart",
             "runtime/everstep/runtime/storage/posix.py": "names of temporary files",
+            "runtime/everstep/runtime/testing/local_slices.py": "plays the controller",
         },
     ),
     BannedCall(
