@@ -122,7 +122,10 @@ def choose_chunk(
     while math.prod(sides) * width > wanted_bytes:
         for axis in sorted(range(len(sides)), key=lambda a: -sides[a]):
             smaller = _split(sides[axis], is_free=free[axis])
-            if math.prod(sides) // sides[axis] * smaller * width >= floor_bytes:
+            if (
+                smaller < sides[axis]
+                and math.prod(sides) // sides[axis] * smaller * width >= floor_bytes
+            ):
                 sides[axis] = smaller
                 break
         else:
