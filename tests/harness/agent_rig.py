@@ -68,9 +68,7 @@ class Rig:
     agents: dict[HostId, subprocess.Popen[bytes]] = field(
         default_factory=dict[HostId, "subprocess.Popen[bytes]"]
     )
-    started: list[subprocess.Popen[bytes]] = field(
-        default_factory=list["subprocess.Popen[bytes]"]
-    )
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list["subprocess.Popen[bytes]"])
     directive: Directive | None = None
     sequence: int = 0
 
@@ -99,7 +97,12 @@ class Rig:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **self.environment, _MARK: self.mark},
+                env={
+                    **os.environ,
+                    "MEETING": str(self.folder / "meeting"),
+                    **self.environment,
+                    _MARK: self.mark,
+                },
             )
             log.close()
             self.agents[host] = process

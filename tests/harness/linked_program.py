@@ -2,7 +2,9 @@
 
 Its state is one array whose every element is the number of finished steps, replicated over all
 hosts or (`SHARDED=1`) divided among them by rows. Environment: `STEPS`, `STEP_S`, `SHARDED`,
-`SNAPSHOT_KB`, `PREPARE_S` (time before the state is there), `PAUSE_AT` and `PAUSE_S` (a long
+`MEETING` (path of
+the file in which members wait for each other), `SNAPSHOT_KB`, `PREPARE_S` (time
+before the state is there, from the second incarnation on), `PAUSE_AT` and `PAUSE_S` (a long
 evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`),
 `FAULT_STEP`.
 """
@@ -88,6 +90,20 @@ class Training:
         self.state = np.zeros(self.box.shape, np.float32)
         self.writer: SlotWriter | None = None
         self.last_slot = -1
+        self.others = self.meet()
+
+    def meet(self) -> memoryview:
+        """Finished steps of all ranks, in a file that stands for the collectives."""
+        count, incarnation = self.assignment.process_count, self.assignment.incarnation
+        path = f"{os.environ['MEETING']}-{incarnation}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fd, 8 * count)
+        return memoryview(mmap.mmap(fd, 8 * count)).cast("q")
+
+    def wait_for_others(self, step: int) -> None:
+        """A step needs all members: nobody finishes it before everyone has finished the last."""
+        while min(self.others) < step:
+            time.sleep(0.0005)
 
     def run(self) -> EndKind:
         self.control.write(Word.PHASE, WorkerPhase.CONNECTING)
@@ -96,7 +112,8 @@ class Training:
             socket.create_connection((host, int(port)), timeout=5).close()
         send(self.sock, Connected(pid=os.getpid(), start_s=0.0))
         self.control.write(Word.PHASE, WorkerPhase.PREPARING)
-        time.sleep(float(os.environ.get("PREPARE_S", "0")))
+        if self.assignment.incarnation > 1:
+            time.sleep(float(os.environ.get("PREPARE_S", "0")))
         self.control.write(Word.PHASE, WorkerPhase.RESTORING)
         step = self.restore()
         self.control.write(Word.STEP_STARTED, step)
@@ -168,7 +185,9 @@ class Training:
         is_first = True
         while step < STEPS:
             self.control.write(Word.STEP_STARTED, step + 1)
+            self.others[self.assignment.rank] = step
             time.sleep(STEP_S)
+            self.wait_for_others(step)
             if step + 1 == FAULT_STEP:
                 self.misbehave()
             if step + 1 == int(os.environ.get("PAUSE_AT", "-1")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from everstep.controller.api.ids import HostId, SliceId
 from everstep.runtime.agent.coverage import boxes_by_leaf, find_gaps
@@ -96,7 +97,7 @@ def _cut(piece: _Piece, share_bytes: int) -> list[_Piece]:
     count = min(count, length)
     cuts = [box.start[axis] + length * i // count for i in range(count + 1)]
     parts: list[_Piece] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         part = Box(
             (*box.start[:axis], start, *box.start[axis + 1 :]),
             (*box.stop[:axis], stop, *box.stop[axis + 1 :]),

@@ -136,9 +136,8 @@ class PeerClient:
             raise _TryAgain(f"status {status}")
         if status >= 400:
             # Asking again would get the same answer.
-            raise PeerUnavailable(
-                f"host {peer.host}: {path}: status {status}: {content[:200].decode(errors='replace')}"
-            )
+            said = content[:200].decode(errors="replace").strip()
+            raise PeerUnavailable(f"host {peer.host}: {path}: status {status}: {said}")
         if answer is None:
             return None  # type: ignore[return-value]
         return msgspec.json.decode(content, type=answer)

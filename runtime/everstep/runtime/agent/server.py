@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.typedefs import Middleware
 
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.runtime.agent.wire import (
@@ -106,7 +108,7 @@ async def _health(_request: web.Request) -> web.StreamResponse:
     return web.Response(text="ok\n")
 
 
-def _fence(answers: Answers) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _fence(answers: Answers) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/v1/health":
@@ -195,14 +197,21 @@ def _manifest(answers: Answers) -> Handler:
     return handler
 
 
+class _HoldingResponse(web.FileResponse):
+    """A range of a holding by sendfile, pinned until the last byte is sent."""
+
+    def __init__(self, answers: Answers, holding_id: str) -> None:
+        super().__init__(f"/proc/self/fd/{answers.holding_fd(holding_id)}", chunk_size=1 << 20)
+        self._answers = answers
+        self._holding_id = holding_id
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._answers.pin(self._holding_id):
+            return await super().prepare(request)
+
+
 def _bytes(answers: Answers) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
-        holding_id = request.match_info["id"]
-        # Pinned until the last byte is sent: what is read is never overwritten on the way.
-        with answers.pin(holding_id):
-            fd = answers.holding_fd(holding_id)
-            response = web.FileResponse(f"/proc/self/fd/{fd}", chunk_size=1 << 20)
-            await response.prepare(request)
-            return response
+        return _HoldingResponse(answers, request.match_info["id"])
 
     return handler

@@ -31,6 +31,8 @@ from everstep.runtime.agent.link import Assignment, Ending, EndKind
 from everstep.runtime.agent.rendezvous import rank_of
 from everstep.runtime.agent.wire import Joined
 
+NO_STEP = Step(0)
+NO_INCARNATION = Incarnation(0)
 EXIT_STOPPED = 0
 EXIT_RELEASED = 143
 """Left after a notice, with nothing of the training finished: never 0, which a cluster would take
@@ -46,7 +48,7 @@ class WorkerView:
 
     rank: Rank
     started_at_s: float
-    step: Step = Step(0)
+    step: Step = NO_STEP
     restored_step: Step | None = None
     is_training: bool = False
     """The first step of this incarnation is done."""
@@ -63,10 +65,10 @@ class Session:
     phase_since_s: float = 0.0
     looked_at_s: float = 0.0
     directive: Directive | None = None
-    incarnation: Incarnation = Incarnation(0)
+    incarnation: Incarnation = NO_INCARNATION
     join_by_s: float | None = None
     worker: WorkerView | None = None
-    step: Step = Step(0)
+    step: Step = NO_STEP
     """Newest step that a worker of this host finished, in any incarnation."""
     step_committed: Step | None = None
     step_final: Step | None = None

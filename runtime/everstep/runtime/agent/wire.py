@@ -7,18 +7,18 @@ A request of another incarnation is answered 409 with `Refused`, both numbers in
 
 | method and path | body → answer | who serves |
 |---|---|---|
-| `POST /v1/join` | `Join` → `Joined`, held open until all are in or the join deadline | lead |
-| `GET /v1/progress[?held=S&wait_ms=T]` | → `Progress`, held open until S is held, or T | every member |
-| `POST /v1/hold` | `Hold` → `HoldAnswer` | every member |
-| `GET /v1/holdings[?step=S]` | → `Inventory` | every member |
+| `POST /v1/join` | `Join` → `Joined`, held open until all are in, or the deadline | lead |
+| `GET /v1/progress` | → `Progress`; with `?held=S&wait_ms=T` once S is held, or after T | members |
+| `POST /v1/hold` | `Hold` → `HoldAnswer` | members |
+| `GET /v1/holdings[?step=S]` | → `Inventory` | members |
 | `POST /v1/take` | `Take` → `Taken`; copies regions from peers into own memory | survivors |
-| `POST /v1/write` | `WriteOrder` → `Part`; writes owned regions of a step to storage | every member |
-| `GET /v1/holdings/{id}/manifest` | → `SnapshotManifest` | every member |
-| `GET /v1/holdings/{id}/bytes` + `Range` | → 206 raw bytes of the slot, by sendfile | every member |
-| `POST /v1/notice` | `NoticePosted` → 204; a member got SIGTERM, the controller may be down | lead |
-| `POST /v1/cadence` | `Cadence` → 204 | every member |
-| `POST /v1/committed` | `CommittedStep` → 204 | every member |
-| `GET /v1/health` | → 200 | every agent, no token |
+| `POST /v1/write` | `WriteOrder` → `Part`; writes owned regions to storage | members |
+| `GET /v1/holdings/{id}/manifest` | → `SnapshotManifest` | members |
+| `GET /v1/holdings/{id}/bytes` + `Range` | → 206, raw bytes by sendfile | members |
+| `POST /v1/notice` | `NoticePosted` → 204; a member got SIGTERM | lead |
+| `POST /v1/cadence` | `Cadence` → 204 | members |
+| `POST /v1/committed` | `CommittedStep` → 204 | members |
+| `GET /v1/health` | → 200 | everyone, no token |
 
 Reading a holding whose slot was overwritten meanwhile gives 410: the reader drops that source.
 """

@@ -10,6 +10,7 @@ therefore imports jax only through what the user's program already loaded.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import selectors
@@ -121,10 +122,8 @@ def serve(fd: int, *, enter: Enter) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
-    try:
+    with contextlib.suppress(LinkClosed):
         _Zygote(sock, enter).run()
-    except LinkClosed:
-        pass
     _leave(0)
 
 
@@ -191,7 +190,7 @@ class _Zygote:
                 os.close(pidfd)
             prepare_worker_signals()
             self._enter(socket.socket(fileno=link_fd), control_fd, slots)
-        except BaseException:
+        except BaseException:  # noqa: BLE001
             # Nothing of the zygote's own stack may go on in the worker, whatever was raised.
             sys.excepthook(*sys.exc_info())
             _leave(1)

@@ -88,7 +88,7 @@ class HostAnswers:
             return HoldAnswer(accepted=False, step_done=self._host.session.step)
         worker = scope.worker
         if worker is None:
-            accepted = snapshots.is_held(hold.step)
+            accepted = snapshots.is_coming(hold.step)
             return HoldAnswer(accepted=accepted, step_done=self._host.session.step)
         if hold.settled:
             _leave_now(scope, worker, hold.step)
@@ -115,7 +115,7 @@ class HostAnswers:
         self, scope: Scope, snapshots: Snapshots, worker: WorkerProcess, hold: Hold
     ) -> HoldAnswer:
         """The worker has finished the step already: fine if it was copied on the way."""
-        was_armed = hold.step == scope.hold_armed or snapshots.is_held(hold.step)
+        was_armed = hold.step == scope.hold_armed or snapshots.is_coming(hold.step)
         held = was_armed and await snapshots.wait_held(hold.step, COMPLETING_S)
         if held and hold.leave:
             _leave_now(scope, worker, hold.step)
@@ -173,7 +173,6 @@ def _step_done_of(scope: Scope, worker: WorkerProcess, otherwise: Step) -> Step:
 
 
 def _leave_now(scope: Scope, worker: WorkerProcess, step: Step) -> None:
-    scope.leave_now = True
     scope.leave_step = step
     if scope.worker is worker:
         worker.kill()

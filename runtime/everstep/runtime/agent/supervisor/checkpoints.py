@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ from everstep.runtime.storage.store import Store
 if TYPE_CHECKING:
     from everstep.runtime.agent.supervisor.host import Host
     from everstep.runtime.agent.supervisor.snapshots import Snapshots
+    from everstep.runtime.topology.ownership import WritePlan
 
 HELD_IN = "everstep.held-in"
 """Key of a commit's `extra`: the incarnation whose snapshot was written."""
@@ -249,29 +251,11 @@ class Checkpoints:
         raise PeerUnavailable(why)
 
     async def _write_and_commit(self, scope: Scope, held: _HeldStep, by_s: float) -> None:
-        """Write the parts, without members that fail where the others cover for them."""
         from everstep.runtime.checkpoint import commit as committing
-        from everstep.runtime.topology.ownership import plan_writes
 
         store, ledger = self._open(scope.directive.settings.checkpoint_uri)
         extra = {**await self._extra(scope, held), HELD_IN: str(held.incarnation)}
-        failed: dict[HostId, str] = {}
-        while True:
-            holdings = tuple(h for h in held.holdings if h.host not in failed)
-            gaps = find_gaps(held.tree, holdings)
-            if gaps:
-                raise StorageUnavailable("; ".join(failed.values()))
-            plan = await self._in_thread(lambda: plan_writes(held.tree, holdings))
-            draft = await self._in_thread(
-                lambda: committing.begin(store, held.step, scope.incarnation, ledger=ledger)
-            )
-            parts, errors = await self._write_parts(
-                scope, held, plan.chunks, plan.regions, draft, by_s
-            )
-            if not errors:
-                break
-            failed |= errors
-            await self._in_thread(lambda: committing.discard(store, draft, ledger=ledger))
+        draft, parts = await self._write_draft(scope, held, store, ledger, by_s)
         now_s = self._host.clock.unix_s()
         numbered = [(_rank(scope.directive, part.host), part.regions) for part in parts]
         await self._in_thread(
@@ -301,6 +285,28 @@ class Checkpoints:
         await self._tell(scope, held.step, now_s)
         await self._retain(scope, store, ledger, now_s)
 
+    async def _write_draft(
+        self, scope: Scope, held: _HeldStep, store: Store, ledger: RunLedger, by_s: float
+    ) -> tuple[str, list[Part]]:
+        """A draft that covers the state, and who wrote what; tried anew without who failed."""
+        from everstep.runtime.checkpoint import commit as committing
+        from everstep.runtime.topology.ownership import plan_writes
+
+        failed: dict[HostId, str] = {}
+        while True:
+            holdings = tuple(h for h in held.holdings if h.host not in failed)
+            if find_gaps(held.tree, holdings):
+                raise StorageUnavailable("; ".join(failed.values()))
+            plan = await self._in_thread(partial(plan_writes, held.tree, holdings))
+            draft = await self._in_thread(
+                partial(committing.begin, store, held.step, scope.incarnation, ledger=ledger)
+            )
+            parts, errors = await self._write_parts(scope, held, plan, draft, by_s)
+            if not errors:
+                return draft, parts
+            failed |= errors
+            await self._in_thread(partial(committing.discard, store, draft, ledger=ledger))
+
     async def _extra(self, scope: Scope, held: _HeldStep) -> Mapping[str, str]:
         """What travels with the step; equal on all hosts, so the first that answers is asked."""
         own = scope.members.own
@@ -323,8 +329,7 @@ class Checkpoints:
         self,
         scope: Scope,
         held: _HeldStep,
-        chunks: Mapping[int, tuple[int, ...]],
-        regions: Mapping[HostId, tuple[Region, ...]],
+        plan: WritePlan,
         draft: str,
         by_s: float,
     ) -> tuple[list[Part], dict[HostId, str]]:
@@ -335,8 +340,8 @@ class Checkpoints:
                 step=held.step,
                 uri=scope.directive.settings.checkpoint_uri,
                 draft=draft,
-                regions=regions[host],
-                chunks=dict(chunks),
+                regions=plan.regions[host],
+                chunks=plan.chunks,
                 deadline_s=by_s,
                 held_in=held.incarnation,
                 fingerprint=held.tree.fingerprint,
@@ -347,7 +352,7 @@ class Checkpoints:
             except PeerUnavailable as error:
                 return Part(host=host, regions=(), bytes_written=0, error=str(error))
 
-        parts = await asyncio.gather(*(write(host) for host in regions if regions[host]))
+        parts = await asyncio.gather(*(write(host) for host in plan.regions if plan.regions[host]))
         errors = {
             part.host: f"host {part.host}: {part.error}" for part in parts if part.error is not None
         }

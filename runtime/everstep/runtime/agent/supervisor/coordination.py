@@ -75,6 +75,8 @@ class Coordination:
                     *(sys.executable, "-m", "everstep.runtime.agent.coordinator"),
                     *(str(os.getpid()), str(theirs.fileno())),
                 ],
+                # A line for each connection is too much; errors are enough.
+                env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -84,6 +84,7 @@ class Following:
         self._names: tuple[str, ...] = ()
         self._metrics_read = 0
         self._ending: Ending | None = None
+        self._is_over = False
         self.pace = Pace()
         self.loss: float | None = None
 
@@ -98,22 +99,23 @@ class Following:
         status = await worker.exited
         self.poll()
         self._end(status)
+        # From here on nobody looks into its control block.
+        self._is_over = True
+        self._scope.worker = None
         self._snapshots.detach(worker)
         worker.close()
         await self._snapshots.settle()
 
     def poll(self) -> None:
         """Look at the control block: a step that is finished, metrics that are new."""
+        if self._is_over:
+            return
         step = self._worker.control.read(Word.STEP_DONE)
         at_s = self._clock.unix_s()
         if step >= 0 and (not self.pace.marks or step > self.pace.marks[-1][1]):
             self.pace.note(step, at_s)
             self._feed(WorkerProgressed(incarnation=self._incarnation, step=Step(step), at_s=at_s))
         self._drain(at_s)
-
-    @property
-    def step_done(self) -> Step:
-        return Step(self._worker.control.read(Word.STEP_DONE))
 
     def _drain(self, at_s: float) -> None:
         if not self._names:
@@ -178,7 +180,7 @@ class Following:
     def _end(self, status: ExitStatus) -> None:
         step = self._worker.control.read(Word.STEP_DONE)
         ending = self._ending
-        if ending is None and self._scope.leave_now:
+        if ending is None and self._scope.leave_step is not None:
             ending = Ending(kind=EndKind.LEFT, step=self._scope.leave_step)
         self._feed(
             WorkerEnded(

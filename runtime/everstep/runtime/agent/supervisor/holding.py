@@ -93,6 +93,8 @@ async def _serve(host: Host, scope: Scope, request: Request) -> Held:
     leave = request.kind is RequestKind.LEAVE
     outcome = await _Agreeing(host, members, request).run(max(0.0, left_s - reserve_s))
     decided = await _decide(host, members, outcome)
+    if decided is None and any(p.step_done > 0 for p in outcome[0].progress.values()):
+        return _failed(request, f"no step is held whole ({outcome[1]})")
     if decided is None:
         # Before the first step: a fresh start loses nothing.
         return Held(

@@ -101,7 +101,7 @@ class LeadJoin:
         finally:
             for task in (claiming, starting):
                 task.cancel()
-                task.add_done_callback(_look_away)
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _claimed(
         self, claiming: asyncio.Future[Sequence[Committed]]
@@ -148,12 +148,6 @@ class LeadJoin:
         if not self._answers.done():
             failed = Joined(failed="the incarnation has ended")
             self._answer(dict.fromkeys(self._gathering.joins, failed))
-
-
-def _look_away(task: asyncio.Future[object]) -> None:
-    """Take note of an error that nobody waits for any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 async def ask_lead(

@@ -37,9 +37,8 @@ class Scope:
     start_s: float = 0.0
     figures: RestoreFigures | None = None
     hold_armed: Step | None = None
-    leave_now: bool = False
-    """The worker is being ended at a step that memory holds: it counts as having left."""
-    leave_step: Step = Step(0)
+    leave_step: Step | None = None
+    """The worker is being ended at this step, which memory holds: it counts as having left."""
     is_ended: bool = False
 
     @property

@@ -40,11 +40,15 @@ class Snapshots:
         self._worker: WorkerProcess | None = None
         self._incarnation = Incarnation(0)
         self._granted = NO_SLOT
+        self._handing_over = 0
+        """Captured slots that the shelf still counts as granted: it would grant them again."""
         self._completing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._restoring = ExitStack()
         self._held_here: set[Step] = set()
         """Steps captured and completed in this incarnation."""
+        self._coming: set[Step] = set()
+        """Steps captured in this incarnation whose checksums are being computed."""
         self.copy_s: float | None = None
         self.refused: str | None = None
 
@@ -92,7 +96,9 @@ class Snapshots:
 
     def grant(self) -> None:
         """Tell the worker which slot it may overwrite, when there is one and none is granted."""
-        if self._worker is None or self._granted != NO_SLOT or not self.shelf.slot_size_bytes:
+        if self._worker is None or self._granted != NO_SLOT or self._handing_over:
+            return
+        if not self.shelf.slot_size_bytes:
             return
         slot = self.shelf.grant()
         if slot is not None:
@@ -109,6 +115,8 @@ class Snapshots:
         if self._worker is not None:
             self._worker.control.write(Word.SLOT_GRANTED, NO_SLOT)
         self._granted = NO_SLOT
+        self._handing_over += 1
+        self._coming.add(frame.step)
         task = asyncio.create_task(self._complete(frame), name=f"complete step {frame.step}")
         self._completing.add(task)
         task.add_done_callback(self._completing.discard)
@@ -120,8 +128,12 @@ class Snapshots:
         )
         # Once it has begun, the next slot can be chosen.
         await asyncio.sleep(0)
+        self._handing_over -= 1
         self.grant()
-        await completing
+        try:
+            await completing
+        finally:
+            self._coming.discard(frame.step)
         if incarnation == self._incarnation:
             self._held_here.add(frame.step)
         self.grant()
@@ -164,6 +176,10 @@ class Snapshots:
         return step in self._held_here and any(
             manifest.step == step for _, manifest in self.shelf.manifests()
         )
+
+    def is_coming(self, step: Step) -> bool:
+        """Whether this incarnation's `step` is held, or will be in a moment."""
+        return step in self._coming or self.is_held(step)
 
     @property
     def newest_step(self) -> Step | None:
