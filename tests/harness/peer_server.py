@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections import Counter
 from types import TracebackType
+from typing import Self
 
 import msgspec
 from aiohttp import web
@@ -36,7 +37,7 @@ class PeerServer:
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="peer server")
 
-    def __enter__(self) -> PeerServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(10), "the peer server did not start"
         return self
@@ -66,9 +67,9 @@ class PeerServer:
         app = web.Application()
         app.router.add_get("/v1/holdings/{id}/manifest", self._manifest)
         app.router.add_get("/v1/holdings/{id}/bytes", self._bytes)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
         await runner.setup()
-        site = web.TCPSite(runner, self.address, 0, shutdown_timeout=0.2)
+        site = web.TCPSite(runner, self.address, 0)
         await site.start()
         self.port = runner.addresses[0][1]
         self._ready.set()

@@ -43,8 +43,8 @@ def flatten(state: object) -> FlatState:
         treedef: TreeDef = jax.tree_util.tree_structure(state)
     except (TypeError, ValueError) as error:
         # Keys of several types in one dict cannot be sorted, and jax says no more than that.
-        found = str(error).splitlines()[0]
-        raise StateRefused("state", found, "a pytree whose dicts have keys of one type") from error
+        words = str(error).splitlines()[0]
+        raise StateRefused("state", words, "a pytree whose dicts have keys of one type") from error
     leaves: list[Leaf] = []
     values: list[object] = []
     refused: list[tuple[str, str]] = []

@@ -1,0 +1,85 @@
+"""Fill wanted regions from whatever sources are left, until all is there or nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everstep.runtime.layout.tree import TreeSpec
+from everstep.runtime.restore.fetch import Fetch, Target
+from everstep.runtime.restore.places import part_of
+from everstep.runtime.restore.reshard import (
+    Bad,
+    Copy,
+    SourceHolding,
+    SourceKind,
+    plan_reads,
+    replan,
+)
+from everstep.runtime.restore.sources import MemorySource, RegionSource
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a restore moved and what it had to give up, over all its parts."""
+
+    bytes_by_kind: dict[SourceKind, int] = field(
+        default_factory=lambda: dict.fromkeys(SourceKind, 0)
+    )
+    rejected: list[str] = field(default_factory=list[str])
+    bad: set[Bad] = field(default_factory=set[Bad])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """All sources of one step, by the index that plans call them by."""
+
+    memories: Mapping[int, MemorySource]
+    storages: Mapping[int, RegionSource]
+    holdings: Sequence[SourceHolding]
+
+
+def fill(
+    targets: Sequence[Target],
+    sources: Sources,
+    tree: TreeSpec,
+    tally: Tally,
+    *,
+    memory_bytes: int,
+    turn: int = 0,
+) -> None:
+    """Fill every target with verified bytes.
+
+    What a source fails to give is read from the next one; the tally says so in words, and what
+    was bad stays out of later calls with the same tally.
+
+    Raises:
+        CheckpointInvalid: nothing is left for some region; names it and what was tried.
+        Fenced: a peer is in a newer incarnation.
+
+    **Blocking**: until all is filled; every wait on a peer has a deadline.
+    """
+    wanted = [target.region for target in targets]
+    usable = [s for s in sources.holdings if Bad(source=s.index) not in tally.bad]
+    plan = plan_reads(wanted, usable, tree, turn=turn)
+    reads = plan.reads
+    if tally.bad:
+        pieces = [read.piece for read in reads]
+        reads = replan(pieces, sources.holdings, tree, bad=tally.bad, turn=turn)
+    fetch = Fetch(tree, targets, sources.memories, sources.storages, memory_bytes=memory_bytes)
+    while reads:
+        outcome = fetch.execute(reads)
+        for kind, moved in outcome.bytes_by_kind.items():
+            tally.bytes_by_kind[kind] += moved
+        tally.rejected += [words for words in outcome.rejected if words not in tally.rejected]
+        tally.bad |= outcome.bad
+        reads = replan(outcome.missing, sources.holdings, tree, bad=tally.bad, turn=turn)
+    for copy in plan.copies:
+        _copy(copy, targets)
+
+
+def _copy(copy: Copy, targets: Sequence[Target]) -> None:
+    origin, target = targets[copy.origin], targets[copy.piece.target]
+    box = copy.piece.region.box
+    source = part_of(origin.array, box, origin.region.box)
+    part_of(target.array, box, target.region.box)[...] = source

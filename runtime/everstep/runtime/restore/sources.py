@@ -1,0 +1,80 @@
+"""What a restore can read from, in two shapes: memory of hosts in blocks, storage in regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.runtime.layout.manifest import Region, SnapshotManifest
+from everstep.runtime.restore.reshard import SourceKind
+
+
+class MemorySource(Protocol):
+    """The memory of one holding, on this host or another."""
+
+    @property
+    def kind(self) -> SourceKind: ...
+
+    @property
+    def name(self) -> str:
+        """For people: whose memory this is."""
+        ...
+
+    def manifest(self) -> SnapshotManifest:
+        """Fetched once, then remembered.
+
+        Raises:
+            PeerUnavailable: it cannot be had; the source is of no use.
+        """
+        ...
+
+    def view(self, offset: int, size_bytes: int) -> NDArray[np.uint8] | None:
+        """The bytes themselves, when they are in this process's reach; None when to be read."""
+        ...
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with the bytes from `offset` on.
+
+        Raises:
+            PeerUnavailable: the peer did not answer in time, or the holding is gone.
+            Fenced: the peer is in a newer incarnation.
+        """
+        ...
+
+
+class RegionSource(Protocol):
+    """Storage. Verifies what it reads by itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_many(self, reads: Sequence[tuple[Region, NDArray[Any]]]) -> None:
+        """Raises `CheckpointInvalid` or `Retryable`; the arrays are then undefined."""
+        ...
+
+
+@dataclass(slots=True)
+class OwnMemory:
+    """A slot of this host that the worker inherited. Its manifest comes from the agent."""
+
+    described_by: MemorySource
+    """The same holding through the agent's server."""
+    memory: memoryview
+    kind: SourceKind = SourceKind.OWN
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"own memory ({self.described_by.name})"
+
+    def manifest(self) -> SnapshotManifest:
+        return self.described_by.manifest()
+
+    def view(self, offset: int, size_bytes: int) -> NDArray[np.uint8] | None:
+        return np.frombuffer(self.memory, np.uint8, size_bytes, offset)
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        out[:] = np.frombuffer(self.memory, np.uint8, out.size, offset)
