@@ -27,6 +27,7 @@ from everstep.controller.api.wire import (
     RestoreFigures,
     WorkerExit,
 )
+from everstep.controller.core.invariants import find_violations
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.core.model import (
     Action,
@@ -87,6 +88,8 @@ class Agent:
     missing: tuple[HostId, ...] = ()
     notice: NoticeReport | None = None
     report: Report | None = None
+    is_deaf: bool = False
+    """Alive and reporting, but it follows no directive."""
     crashes_at: int | None = None
     """The worker raises when it reaches this step."""
 
@@ -240,6 +243,7 @@ class SimulatedJob:
             return None
         token = f"token-{self._version}"
         made = plan(seen.view, seen.ledger, seen.status, self.now_s, fresh_token=token)
+        assert find_violations(seen.view, seen.ledger, made) == ()
         if crash_after == 0:
             return made
         if conflict:
@@ -262,12 +266,12 @@ class SimulatedJob:
             Worker.RESTORING,
             Worker.TRAINING,
         ):
-            self._end_worker(agent, ExitCause.SIGNALED, signal=9)
+            self.end_worker(agent, ExitCause.SIGNALED, signal=9)
 
     def raise_in_worker(self, host: HostId, message: str = "ValueError: no") -> None:
         agent = self.agents[host]
         if agent.is_alive and agent.worker is Worker.TRAINING:
-            self._end_worker(agent, ExitCause.USER_ERROR, message=message)
+            self.end_worker(agent, ExitCause.USER_ERROR, message=message)
 
     def kill_slice(self, id_: SliceId, *, capacity_gone: bool = False) -> None:
         for agent in self._of(id_):
@@ -318,6 +322,14 @@ class SimulatedJob:
 
     def withdraw(self, id_: SliceId) -> None:
         self.notices.pop(id_, None)
+
+    def terminate(self, host: HostId, grace_s: float) -> None:
+        """SIGTERM to an agent by somebody else: the agent takes it as a notice."""
+        agent = self.agents[host]
+        if agent.notice is None:
+            deadline_s = self.now_s + grace_s
+            agent.notice = NoticeReport(reason="SIGTERM", deadline_s=deadline_s, at_s=self.now_s)
+            agent.kill_at_s = deadline_s
 
     def respec(self, spec: JobSpec) -> None:
         self.spec = spec
@@ -376,9 +388,10 @@ class SimulatedJob:
     def _stop(self, agent: Agent, grace_s: float) -> None:
         if grace_s <= 0:
             self._exit(agent)
-        elif agent.kill_at_s is None:
+        else:
             # A frozen process does not see SIGTERM; the others end soon.
-            agent.kill_at_s = self.now_s + (grace_s if agent.is_frozen else min(grace_s, 0.3))
+            ends_s = self.now_s + (grace_s if agent.is_frozen else min(grace_s, 0.3))
+            agent.kill_at_s = min(ends_s, agent.kill_at_s or ends_s)
 
     def _exit(self, agent: Agent) -> None:
         if not agent.is_alive:
@@ -394,9 +407,9 @@ class SimulatedJob:
             if agent.host == but or not agent.is_alive or agent.incarnation != incarnation:
                 continue
             if agent.worker in (Worker.RESTORING, Worker.TRAINING):
-                self._end_worker(agent, ExitCause.CONSEQUENCE, alone=True)
+                self.end_worker(agent, ExitCause.CONSEQUENCE, alone=True)
 
-    def _end_worker(
+    def end_worker(
         self,
         agent: Agent,
         cause: ExitCause,
@@ -425,7 +438,7 @@ class SimulatedJob:
 
     def _follow(self, agent: Agent) -> None:
         directive = self.directive
-        if self.now_s < agent.born_s + self.timing.start_s or directive is None:
+        if self.now_s < agent.born_s + self.timing.start_s or directive is None or agent.is_deaf:
             return
         if directive.sequence > agent.sequence_seen:
             agent.sequence_seen = directive.sequence
@@ -511,7 +524,7 @@ class SimulatedJob:
         step = active[0].step + 1
         for one in active:
             if one.crashes_at is not None and step == one.crashes_at:
-                self._end_worker(one, ExitCause.USER_ERROR, message="ValueError: crash")
+                self.end_worker(one, ExitCause.USER_ERROR, message="ValueError: crash")
                 return
         for one in active:
             one.step, one.worker_since_s = step, self.now_s
@@ -531,7 +544,7 @@ class SimulatedJob:
         if step >= self.steps_total:
             self.committed = step
             for one in active:
-                self._end_worker(one, ExitCause.DONE, alone=True)
+                self.end_worker(one, ExitCause.DONE, alone=True)
 
     def _serve(self, directive: Directive, active: list[Agent]) -> None:
         request = directive.request
@@ -548,7 +561,7 @@ class SimulatedJob:
             self.committed = max(self.committed, lead.step)
         for one in active:
             if request.kind is RequestKind.LEAVE and one.worker is Worker.TRAINING:
-                self._end_worker(one, ExitCause.LEFT, alone=True)
+                self.end_worker(one, ExitCause.LEFT, alone=True)
         lead.held = Held(
             request_id=request.id,
             step=Step(lead.step),

@@ -18,6 +18,7 @@ from everstep.controller.core.health import (
 )
 from everstep.controller.core.incidents import conclude_notice, end_for_loss
 from everstep.controller.core.ledger import IncidentKind, Stage
+from everstep.controller.core.model import ProcessState
 from everstep.controller.core.transitions import (
     COALESCE_S,
     Cause,
@@ -81,7 +82,7 @@ def handle_losses(turn: Turn) -> None:
         # The notice was first. What breaks while its slices leave is its consequence.
         _cut_drain_short(turn, lost, endings)
         return
-    cause, ending = _first_cause(turn, lost, endings, health)
+    cause, ending = _first_cause(turn, lost, endings)
     if cause is None or end_for_loss(turn, cause.at_s):
         return
     halt(turn, cause, [id_ for id_ in turn.ledger.members if id_ not in gone], lost=bool(lost))
@@ -118,10 +119,7 @@ def _forbid(turn: Turn, lost: list[SliceHealth]) -> None:
 
 
 def _first_cause(
-    turn: Turn,
-    lost: list[SliceHealth],
-    endings: list[Ending],
-    health: tuple[SliceHealth, ...],
+    turn: Turn, lost: list[SliceHealth], endings: list[Ending]
 ) -> tuple[Cause | None, Ending | None]:
     """Return what came first (invariant 4). None while a cause may still turn up."""
     primary = next((ending for ending in endings if ending.is_primary), None)
@@ -136,11 +134,16 @@ def _first_cause(
         return Cause(reason=reason, at_s=primary.exit.at_s, slice=slice_), primary
     if not endings:
         return None, None
-    # Only consequences. Their cause may be on its way, above all where an agent is quiet.
+    # Only consequences. Their cause may be on its way; an agent that was not heard of since may be
+    # the cause, and is either heard of soon or lost.
     eldest = endings[0]
     due_s = min(eldest.exit.at_s, turn.now_s) + COALESCE_S
-    suspect = any(one.verdict is Verdict.SUSPECT for one in health)
-    if suspect or turn.now_s < due_s:
+    unheard = any(
+        report.renewed_at_s <= eldest.exit.at_s
+        for _, host, report in turn.member_reports()
+        if host.process is ProcessState.ALIVE
+    )
+    if unheard or turn.now_s < due_s:
         turn.wake_at(due_s)
         return None, None
     reason = Reason.COLLECTIVE_ERROR

@@ -72,9 +72,10 @@ def _decide(turn: Turn) -> None:
         if refuse(turn):
             return
     handle_losses(turn)
-    if turn.ledger.stage is Stage.RUN and turn.ledger.outage_since_s is None:
-        if not call_back(turn):
-            advance_incident(turn)
+    # An outage says nothing about what people ask for.
+    is_heard = turn.ledger.outage_since_s is None or turn.view.is_deleting or turn.spec.suspend
+    if turn.ledger.stage is Stage.RUN and is_heard and not call_back(turn):
+        advance_incident(turn)
     _tend_standby(turn)
     _leave_wait(turn)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.spec import OnLoss, ScaleUpMode, Slices
-from everstep.controller.core.health import StandbyState, judge_standby
+from everstep.controller.core.health import StandbyState, is_alive, judge_standby
 from everstep.controller.core.ledger import Budgets, Stage, Turnover
 from everstep.controller.core.model import ProcessState
 from everstep.controller.core.turn import Turn
@@ -80,6 +80,15 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
         case OnLoss.WAIT_FOR_REPLACEMENT | OnLoss.FAIL:
             # A loss under `Fail` ended the job before; here it waits for its first slices.
             return Stay(reason=waits)
+
+
+def _startable(turn: Turn, present: list[SliceId]) -> list[SliceId]:
+    """Return the granted slices that may be started beside the members.
+
+    One of which a process still lives is stopped first: a slice is replaced as a unit, and the
+    rest of a lost one is not mixed with what replaces it (invariant 2).
+    """
+    return [id_ for id_ in granted(turn) if id_ not in present and not is_alive(turn.slices[id_])]
 
 
 def granted(turn: Turn) -> list[SliceId]:
@@ -164,11 +173,11 @@ def choose_standby(turn: Turn) -> tuple[SliceId, ...]:
         return ()
     if ledger.stage is Stage.WAIT:
         survivors = [id_ for id_ in ledger.members if turn.is_usable(id_)]
-        fresh = [id_ for id_ in granted(turn) if id_ not in present] if survivors else []
+        fresh = _startable(turn, present) if survivors else []
         return tuple((present + fresh)[: max(0, slices.desired - len(survivors))])
     fresh = []
     if ledger.incident is None and may_grow(turn):
-        fresh = _ripe(turn, [id_ for id_ in granted(turn) if id_ not in present])
+        fresh = _ripe(turn, _startable(turn, present))
     have = len(ledger.members)
     target = largest_allowed(slices, have + len(present) + len(fresh)) or have
     return tuple((present + fresh)[: max(0, target - have)])

@@ -21,7 +21,7 @@ from everstep.controller.api.status import (
 )
 from everstep.controller.api.validate import suspicions
 from everstep.controller.api.wire import HostPhase, Report
-from everstep.controller.core.health import Verdict, is_alive, judge_members
+from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
 from everstep.controller.core.ledger import IncidentKind, Stage
 from everstep.controller.core.model import Capacity, ProcessState, SliceView
 from everstep.controller.core.policy import Stay, choose_members, failures_in_window, is_storm
@@ -37,7 +37,8 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
     ledger, spec = turn.ledger, turn.spec
     phase = _phase(turn)
     reason, message = _sentence(turn, phase)
-    statuses = tuple(_slice_status(turn, one) for one in turn.view.slices)
+    health = {one.id: one for one in judge_members(turn)}
+    statuses = tuple(_slice_status(turn, one, health.get(one.id)) for one in turn.view.slices)
     ready = sum(1 for one in statuses if one.state == "Ready")
     budgets = ledger.budgets
     lead = turn.lead
@@ -203,12 +204,12 @@ def _coordinator(turn: Turn) -> Coordinator | None:
     return Coordinator(address=f"{one.hosts[0].address}:{port}", lead=lead)
 
 
-def _slice_status(turn: Turn, one: SliceView) -> SliceStatus:
+def _slice_status(turn: Turn, one: SliceView, health: SliceHealth | None) -> SliceStatus:
     ledger = turn.ledger
     memory = next((item for item in ledger.slices if item.id == one.id), None)
     is_member = one.id in ledger.members
     notice = turn.notices.get(one.id)
-    state, reason = _slice_state(turn, one)
+    state, reason = _slice_state(turn, one, health)
     return SliceStatus(
         id=one.id,
         rank=Rank(ledger.members.index(one.id))
@@ -223,7 +224,7 @@ def _slice_status(turn: Turn, one: SliceView) -> SliceStatus:
     )
 
 
-def _slice_state(turn: Turn, one: SliceView) -> tuple[str, str]:
+def _slice_state(turn: Turn, one: SliceView, health: SliceHealth | None) -> tuple[str, str]:
     ledger = turn.ledger
     memory = next((item for item in ledger.slices if item.id == one.id), None)
     left = memory.reason.value if memory is not None and memory.reason is not None else ""
@@ -231,8 +232,7 @@ def _slice_state(turn: Turn, one: SliceView) -> tuple[str, str]:
         return "Gone", left
     if one.id in turn.notices:
         return "Disrupted", turn.notices[one.id].reason.value
-    if one.id in ledger.members and ledger.stage is not Stage.FINISHED:
-        health = next(item for item in judge_members(turn) if item.id == one.id)
+    if health is not None and ledger.stage is not Stage.FINISHED:
         if health.verdict is not Verdict.HEALTHY:
             state = "Suspect" if health.verdict is Verdict.SUSPECT else "Lost"
             return state, health.reason.value if health.reason is not None else ""
