@@ -59,9 +59,10 @@ def orbax_keys(tree: TreeSpec) -> tuple[tuple[str, ...], ...]:
     escaped: set[int] = set()
     while True:
         keys = [_keys(leaf.path, index in escaped) for index, leaf in enumerate(tree.leaves)]
-        more = _collisions(tree, keys) - escaped
+        more = _collisions(tree, keys, escaped)
         if not more:
             return tuple(keys)
+        # It ends: each round escapes one more at least, and no two escaped ones are the same.
         escaped |= more
 
 
@@ -181,43 +182,29 @@ def _escape(key: Key) -> str:
     return text if key.kind is KeyKind.DICT else f"{text}~{key.kind.value}"
 
 
-def _collisions(tree: TreeSpec, keys: Sequence[tuple[str, ...]]) -> set[int]:
-    """Leaves to escape: all but the plainest of those that Orbax would take for one."""
-    groups: dict[object, set[int]] = defaultdict(set)
-    owners: dict[tuple[str, ...], set[tuple[Key, ...]]] = defaultdict(set)
+def _collisions(tree: TreeSpec, keys: Sequence[tuple[str, ...]], escaped: set[int]) -> set[int]:
+    """Leaves to escape next, of those that Orbax would take for one or put into one container."""
+    by_name: dict[str, dict[_Path, set[int]]] = defaultdict(lambda: defaultdict(set))
+    by_prefix: dict[tuple[str, ...], dict[_Path, set[int]]] = defaultdict(lambda: defaultdict(set))
     for index, leaf in enumerate(tree.leaves):
-        groups[".".join(keys[index])].add(index)
-        for length in range(1, len(keys[index]) + 1):
-            prefix = keys[index][:length]
-            owners[prefix].add(leaf.path[:length])
-            groups[prefix].add(index)
+        by_name[".".join(keys[index])][leaf.path].add(index)
+        for length in range(1, len(leaf.path) + 1):
+            by_prefix[keys[index][:length]][leaf.path[:length]].add(index)
     found: set[int] = set()
-    for identity, members in groups.items():
-        if isinstance(identity, str):
-            is_shared = len(members) > 1
-        else:
-            is_shared = len(owners[identity]) > 1  # type: ignore[index]
-        if is_shared:
-            plainest = min(members, key=lambda i: _oddness(tree.leaves[i], i))
-            kept = _family(tree, members, plainest, identity)
-            found |= members - kept
+    for owners in (*by_name.values(), *by_prefix.values()):
+        if len(owners) > 1:
+            # The plainest owner keeps its name as long as others can still give way.
+            plainest = min(owners, key=lambda p: (_oddness(p), min(owners[p])))
+            others = {i for owner, members in owners.items() if owner != plainest for i in members}
+            found |= (others - escaped) or (owners[plainest] - escaped)
     return found
 
 
-def _oddness(leaf: Leaf, index: int) -> tuple[int, int]:
-    odd = sum(
-        key.kind is KeyKind.DICT_INT or any(c in key.name for c in ".%~") for key in leaf.path
-    )
-    return odd, index
+_Path = tuple[Key, ...]
 
 
-def _family(tree: TreeSpec, members: set[int], plainest: int, identity: object) -> set[int]:
-    """The plainest leaf, and those that share its container where a container is in question."""
-    if isinstance(identity, str):
-        return {plainest}
-    length = len(identity)  # type: ignore[arg-type]
-    head = tree.leaves[plainest].path[:length]
-    return {index for index in members if tree.leaves[index].path[:length] == head}
+def _oddness(path: _Path) -> int:
+    return sum(key.kind is KeyKind.DICT_INT or bool(set(key.name) & set(".%~")) for key in path)
 
 
 def _json(value: Any) -> bytes:
