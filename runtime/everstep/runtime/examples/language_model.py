@@ -1,8 +1,9 @@
 """A byte-level transformer that learns the text of Python's own standard library.
 
 Real input that is on every machine, a model of 1.1 million parameters, AdamW with a warm-up and a
-cosine schedule. Runs under an agent and alone: `python -m everstep.runtime.examples.language_model`.
-Settings are flags, or environment variables of the same names in capitals:
+cosine schedule. Runs under an agent, and alone by
+`python -m everstep.runtime.examples.language_model`. Settings are flags, or environment variables
+of the same names in capitals:
 
 | flag | means | default |
 |---|---|---|
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import sysconfig
 from collections.abc import Callable
@@ -202,8 +204,8 @@ def train(run: es.Run) -> None:
 
 def main() -> None:
     """Read what every worker needs, once, before any of them is forked; then train."""
-    import optax  # noqa: F401 - imported here, so that a forked worker finds it imported.
-
+    # Here, so that a forked worker finds it imported.
+    importlib.import_module("optax")
     read_settings()
     read_text()
     es.main(train)

@@ -45,9 +45,11 @@ def keep_compiled(folder: Path) -> None:
 def _install(folder: Path) -> None:
     """Put our entries in the place of jax's. Private, so only for versions that are known."""
     from jax._src import cache_key, compilation_cache
-    from jax._src.compilation_cache_interface import CacheInterface
+    from jax._src import compilation_cache_interface as interface
 
-    class Entries(CacheInterface):
+    base: Any = interface.CacheInterface
+
+    class Entries(base):  # type: ignore[misc] # An untyped part of jax.
         def __init__(self) -> None:
             self._path = folder
 

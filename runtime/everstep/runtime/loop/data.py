@@ -102,12 +102,16 @@ class ShuffledIndices:
         return found
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _permutation(seed: int, pass_number: int, count: int) -> Indices:
-    """The order of one pass; the same on every host and numpy of this major version."""
+    """The order of one pass: the ranks of a stream of random numbers.
+
+    numpy promises the raw stream of a bit generator for ever, and not what `Generator` makes of
+    it; a training must find its samples again after an upgrade.
+    """
     digest = hashlib.sha256(f"everstep order {seed} {pass_number}".encode()).digest()
-    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], np.uint64)))
-    return generator.permutation(count)
+    stream = np.random.Philox(key=np.frombuffer(digest[:16], "<u8")).random_raw(count)
+    return np.argsort(stream, kind="stable")
 
 
 class IndexedDataset:
@@ -221,7 +225,7 @@ def _nearest(size: int, count: int) -> str:
 def _place(dataset: Dataset, order: Indices, sharding: NamedSharding, lead: tuple[int, ...]) -> Any:
     """Read the rows that this process's devices need, once each, and place them."""
     parts = sharding.addressable_devices_indices_map(lead)
-    spans = {_span(index[0], lead[0]) for index in parts.values() if index is not None}
+    spans = {_span(index, lead[0]) for index in parts.values()}
     read: dict[tuple[int, int], list[Any]] = {}
     treedef: Any = None
     for start, stop in sorted(spans):
@@ -233,12 +237,12 @@ def _place(dataset: Dataset, order: Indices, sharding: NamedSharding, lead: tupl
     def place(leaf: int) -> jax.Array:
         shape = (lead[0], *first[leaf].shape[1:])
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: read[_span(index[0], lead[0])][leaf]
+            shape, sharding, lambda index: read[_span(index, lead[0])][leaf]
         )
 
     return jax.tree.unflatten(treedef, [place(leaf) for leaf in range(len(first))])
 
 
-def _span(part: slice, length: int) -> tuple[int, int]:
-    start, stop, _ = part.indices(length)
+def _span(index: tuple[slice, ...] | None, length: int) -> tuple[int, int]:
+    start, stop, _ = (index[0] if index else slice(None)).indices(length)
     return start, stop

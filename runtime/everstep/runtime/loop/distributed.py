@@ -9,6 +9,7 @@ against the versions it was written for, and falls back to the public call.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any
 
 import jax
@@ -108,9 +109,7 @@ def _connect_client(
 
 
 def _jaxlib() -> Any:
-    from jaxlib import _jax
-
-    return _jax
+    return importlib.import_module("jaxlib._jax")
 
 
 def _announce_on(local_address: str, client: Any) -> None:

@@ -98,7 +98,8 @@ def with_shardings(abstract: Any, shardings: list[Any]) -> Any:
 
 
 def _size_bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
+    size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return size
 
 
 def build_fresh(init: Any, abstract: Any, shardings: list[Any]) -> Any:

@@ -1,0 +1,50 @@
+"""Every bit is equal on every mesh of at least two devices (G5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HARNESS = Path(__file__).parents[2] / "harness"
+# Divisors of the 12 logical shards, and counts that leave slots over (5).
+MESHES = "2x1 1x2 3x1 2x2 6x1 3x2 5x1 12x1"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, str]]:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "12",
+        "PYTHONPATH": str(HARNESS),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ordered_meshes", *MESHES.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line.pop("mesh"): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES.split()[1:])
+def test_a_mesh_gives_the_bits_of_two_devices(
+    mesh: str, results: dict[str, dict[str, str]]
+) -> None:
+    assert results[mesh] == results["2x1"]
+
+
+@pytest.mark.slow
+def test_the_training_that_is_compared_learns(results: dict[str, dict[str, str]]) -> None:
+    # Equal digests of parameters that never moved would prove nothing.
+    first_loss = 5.545  # log(256)
+    assert float.fromhex(results["2x1"]["last loss"]) < first_loss - 0.5

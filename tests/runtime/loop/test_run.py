@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from everstep.controller.api.ids import Step
+from everstep.runtime.agent.link import HoldKind, Word, WorkerPhase
+from everstep.runtime.errors import ConfigurationError, InvariantViolated, StateRefused
+from everstep.runtime.loop.ending import Leave
+from everstep.runtime.loop.run import Run
+from everstep.runtime.testing.memory_keeper import MemoryKeeper
+
+
+def init() -> dict[str, Any]:
+    return {"w": jnp.arange(4.0), "n": jnp.zeros((), jnp.int32)}
+
+
+@jax.jit
+def advance(state: dict[str, Any]) -> dict[str, Any]:
+    return {"w": state["w"] * 1.5 + 1, "n": state["n"] + 1}
+
+
+def train(run: Run, count: int, *, until: int | None = None) -> dict[str, Any]:
+    state = run.restore(init)
+    for step in run.steps(count):
+        state = advance(state)
+        run.step_done(step, state, {"loss": state["w"][0]})
+        if until is not None and step + 1 == until:
+            break
+    run.finish()
+    return state
+
+
+def test_a_fresh_run_counts_from_zero_and_holds_its_last_step() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    train(run, 7)
+    assert (run.restored_step, run.step, run.is_finished) == (None, 7, True)
+    assert keeper.steps == [7]
+    assert int(keeper.states[Step(7)]["n"]) == 7
+
+
+def test_a_run_goes_on_after_the_newest_step_with_the_same_bits() -> None:
+    whole, parts = MemoryKeeper(), MemoryKeeper()
+    train(whole.start(), 10)
+    train(parts.start(snapshot_every_steps=4), 10, until=6)
+    run = parts.start()
+    train(run, 10)
+    assert run.restored_step == 4
+    np.testing.assert_array_equal(parts.states[Step(10)]["w"], whole.states[Step(10)]["w"])
+    assert sorted(parts.metrics()) == [5, 6, 7, 8, 9, 10]
+
+
+def test_snapshots_fall_on_multiples_of_the_cadence_whatever_step_was_restored() -> None:
+    keeper = MemoryKeeper()
+    train(keeper.start(snapshot_every_steps=5), 20, until=7)
+    run = keeper.start(snapshot_every_steps=4, durable_every_steps=6)
+    train(run, 15)
+    assert keeper.steps == [5, 6, 8, 12, 15]
+
+
+def test_a_changed_cadence_counts_from_the_next_step() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    for step in run.steps(9):
+        if step == 4:
+            keeper.control.write(Word.SNAPSHOT_EVERY, 3)
+        run.step_done(step, state)
+    assert keeper.steps == [6, 9]
+
+
+def test_a_hold_captures_the_agreed_step_and_goes_on() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    for step in run.steps(6):
+        if step == 2:
+            keeper.control.write(Word.HOLD_KIND, HoldKind.CONTINUE)
+            keeper.control.write(Word.HOLD_AFTER, 4)
+        run.step_done(step, state)
+    assert keeper.steps == [4, 6]
+
+
+def test_a_hold_to_leave_ends_train_after_the_capture_past_except_exception() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    keeper.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
+    keeper.control.write(Word.HOLD_AFTER, 3)
+    reached: list[int] = []
+
+    def loop() -> None:
+        for step in run.steps(6):
+            reached.append(step)
+            try:
+                run.step_done(step, state)
+            except Exception:  # noqa: BLE001 - what users write.
+                pytest.fail("Leave was caught as an Exception")
+
+    with pytest.raises(Leave) as left:
+        loop()
+    assert (left.value.step, keeper.steps, reached) == (3, [3], [0, 1, 2])
+
+
+def test_whoever_swallows_leave_is_told_again() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    keeper.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
+    keeper.control.write(Word.HOLD_AFTER, 1)
+    steps = run.steps(6)
+    with pytest.raises(Leave):
+        run.step_done(next(steps), state)
+    with pytest.raises(Leave):
+        next(steps)
+    with pytest.raises(Leave):
+        run.step_done(0, state)
+
+
+def test_leaving_at_the_last_step_is_finishing() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    keeper.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
+    keeper.control.write(Word.HOLD_AFTER, 3)
+    train(run, 3)
+    assert run.is_finished
+    assert keeper.steps == [3]
+
+
+def test_a_hold_for_a_step_that_is_past_is_our_bug() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    steps = run.steps(9)
+    run.step_done(next(steps), state)
+    run.step_done(next(steps), state)
+    keeper.control.write(Word.HOLD_AFTER, 1)
+    with pytest.raises(InvariantViolated, match="hold step 1, but step 3 is done"):
+        run.step_done(next(steps), state)
+
+
+def test_the_shared_words_tell_where_the_worker_is() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    seen = keeper.control
+    assert seen.read(Word.STEP_DONE) == -1
+    state = run.restore(init)
+    assert (seen.read(Word.STEP_DONE), seen.read(Word.PHASE)) == (0, WorkerPhase.COMPILING)
+    steps = run.steps(3)
+    step = next(steps)
+    assert (seen.read(Word.STEP_STARTED), seen.read(Word.STEP_DONE)) == (1, 0)
+    run.step_done(step, state)
+    assert (seen.read(Word.STEP_DONE), seen.read(Word.PHASE)) == (1, WorkerPhase.TRAINING)
+    assert keeper.first_steps == [1]
+
+
+def test_a_tree_that_changes_between_saves_is_refused_by_leaf() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start(snapshot_every_steps=2)
+    state = run.restore(init)
+    with pytest.raises(StateRefused, match=r"\['extra'\]"):
+        for step in run.steps(9):
+            if step == 3:
+                state = {**state, "extra": jnp.zeros(2)}
+            run.step_done(step, state)
+    assert keeper.steps == [2]
+
+
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        pytest.param(lambda run, state: run.step_done(1, state), "step 0, once", id="other step"),
+        pytest.param(lambda run, state: next(run.steps(5)), None, id="steps again is allowed"),
+    ],
+)
+def test_steps_are_done_in_order(misuse: Any, says: str | None) -> None:
+    run = MemoryKeeper().start()
+    state = run.restore(init)
+    next(run.steps(5))
+    if says is None:
+        misuse(run, state)
+        return
+    with pytest.raises(ConfigurationError, match=says):
+        misuse(run, state)
+
+
+def test_a_step_that_is_not_reported_done_is_missed() -> None:
+    run = MemoryKeeper().start()
+    run.restore(init)
+    steps = run.steps(5)
+    next(steps)
+    with pytest.raises(ConfigurationError, match=r"step 0 is not done.*run\.step_done"):
+        next(steps)
+
+
+def test_a_step_is_done_once() -> None:
+    run = MemoryKeeper().start()
+    state = run.restore(init)
+    step = next(run.steps(5))
+    run.step_done(step, state)
+    with pytest.raises(ConfigurationError, match="once"):
+        run.step_done(step, state)
+
+
+def test_steps_before_restore_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.restore before run\.steps"):
+        MemoryKeeper().start().steps(5)
+
+
+def test_init_is_not_evaluated_when_a_step_is_restored() -> None:
+    keeper = MemoryKeeper()
+    train(keeper.start(), 2)
+    calls: list[bool] = []
+
+    def counting_init() -> dict[str, Any]:
+        calls.append(isinstance(jnp.zeros(()), jax.core.Tracer))
+        return init()
+
+    keeper.start().restore(counting_init)
+    assert calls == [True], "only traced for its shapes"
+
+
+def test_a_background_failure_is_raised_at_the_next_boundary() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    steps = run.steps(9)
+    run.step_done(next(steps), state)
+    keeper.failure = OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        run.step_done(next(steps), state)
+
+
+def test_metrics_appear_in_step_order_and_keep_every_bit() -> None:
+    keeper = MemoryKeeper()
+    run = keeper.start()
+    state = run.restore(init)
+    values = [0.1, 1 / 3, float(np.float32(0.1)), -0.0, 1e-308]
+    for step in run.steps(len(values)):
+        run.step_done(step, state, {"loss": values[step], "on_device": jnp.float32(step)})
+    run.finish()
+    found = keeper.metrics()
+    assert [found[s + 1]["loss"].hex() for s in range(5)] == [v.hex() for v in values]
+    assert [found[s + 1]["on_device"] for s in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_other_metric_names_are_refused_with_both_lists() -> None:
+    run = MemoryKeeper().start()
+    state = run.restore(init)
+    steps = run.steps(5)
+    run.step_done(next(steps), state, {"loss": 1.0})
+    with pytest.raises(ConfigurationError, match=r"'accuracy'.*'loss'"):
+        run.step_done(next(steps), state, {"accuracy": 1.0})
+
+
+def test_random_numbers_depend_on_seed_and_step_alone() -> None:
+    def draw(seed: int, step: int, incarnations: int) -> tuple[bytes, float]:
+        keeper = MemoryKeeper()
+        for _ in range(incarnations):
+            run = keeper.start(seed=seed)
+        return np.asarray(jax.random.key_data(run.key(step))).tobytes(), run.rng(step).random()
+
+    assert draw(1, 5, 1) == draw(1, 5, 3)
+    assert len({draw(*which, 1) for which in [(1, 5), (1, 6), (2, 5)]}) == 3
+
+
+def test_keys_of_many_steps_are_all_different() -> None:
+    run = MemoryKeeper().start()
+    keys = {np.asarray(jax.random.key_data(run.key(s))).tobytes() for s in range(500)}
+    assert len(keys) == 500
