@@ -42,9 +42,10 @@ def _tree(path: Path) -> ast.Module:
 # --- Names ---
 
 
-def parts(name: str) -> list[str]:
+@cache
+def parts(name: str) -> tuple[str, ...]:
     """`num_hosts`, `NumHosts` and `NUM_HOSTS` all have the parts num and hosts."""
-    return [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    return tuple(part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name))
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -89,7 +90,7 @@ def names_against_the_glossary(path: Path) -> Iterator[Found]:
     ],
 )
 def test_a_name_falls_into_parts(name: str, expected: list[str]) -> None:
-    assert parts(name) == expected
+    assert list(parts(name)) == expected
 
 
 def test_names_keep_to_the_glossary() -> None:
@@ -105,8 +106,13 @@ def test_names_keep_to_the_glossary() -> None:
 # --- Prose ---
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def prose(path: Path) -> tuple[tuple[int, str], ...]:
     """Comments and docstrings of a file, or the lines of a page outside code blocks."""
+    return tuple(_prose(path))
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         fenced = False
@@ -130,11 +136,14 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno + offset, line
 
 
+_PROSE = [(re.compile(rf"\b{one.pattern}\b", re.IGNORECASE), one) for one in PROSE]
+
+
 def prose_against_the_glossary(path: Path) -> Iterator[Found]:
     for number, line in prose(path):
         bare = re.sub(r"`[^`]*`", "", line)
-        for banned in PROSE:
-            if match := re.search(rf"\b{banned.pattern}\b", bare, re.IGNORECASE):
+        for pattern, banned in _PROSE:
+            if match := pattern.search(bare):
                 yield Found(
                     place=relative(path),
                     line=number,
@@ -228,16 +237,12 @@ def _is_example(path: Path) -> bool:
     return relative(path).startswith("runtime/everstep/runtime/examples/")
 
 
-def _offences(path: Path) -> Iterator[tuple[BannedCall | BannedRaise, int]]:
+@cache
+def _offences(path: Path) -> tuple[tuple[BannedCall | BannedRaise, int], ...]:
     tree = _tree(path)
-    for line, dotted in uses(tree):
-        for call in CALLS:
-            if is_banned(dotted, call):
-                yield call, line
-    for line, name in raises(tree):
-        for kind in RAISES:
-            if kind.name == name:
-                yield kind, line
+    used = [(call, at) for at, dotted in uses(tree) for call in CALLS if is_banned(dotted, call)]
+    raised = [(kind, at) for at, name in raises(tree) for kind in RAISES if kind.name == name]
+    return (*used, *raised)
 
 
 @pytest.mark.parametrize(
