@@ -47,22 +47,22 @@ class Store(Protocol):
         """Of the run's folder, for messages."""
         ...
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, /) -> bytes:
         """The whole file. Raises `StorageMissing` when there is none."""
         ...
 
-    def list(self, folder: str) -> tuple[str, ...]:
+    def list(self, folder: str, /) -> tuple[str, ...]:
         """Names directly in a folder, sorted; none when the folder is missing.
 
         Files that are still being written are not in it.
         """
         ...
 
-    def exists(self, path: str) -> bool:
+    def exists(self, path: str, /) -> bool:
         """Whether a file or a folder is there."""
         ...
 
-    def write_durable(self, path: str, data: bytes) -> None:
+    def write_durable(self, path: str, /, data: bytes) -> None:
         """Write a file, or replace it as a whole.
 
         Durability: on return the content is on storage and so is its name. After a crash at any
@@ -70,7 +70,7 @@ class Store(Protocol):
         """
         ...
 
-    def create_exclusive(self, path: str, data: bytes) -> bool:
+    def create_exclusive(self, path: str, /, data: bytes) -> bool:
         """Create a file that must not exist. True when it now holds exactly `data`.
 
         So it is also True for an earlier attempt whose answer was lost; two writers who must be
@@ -80,14 +80,14 @@ class Store(Protocol):
         """
         ...
 
-    def delete_tree(self, path: str) -> None:
+    def delete_tree(self, path: str, /) -> None:
         """Delete a file or a folder with all that is in it. Nothing there is no error.
 
         Durability: on return all is gone; after a crash within, a part may be left.
         """
         ...
 
-    def settle(self, folder: str) -> None:
+    def settle(self, folder: str, /) -> None:
         """Make the names of everything below a folder durable, and the folder's own name.
 
         Durability: on return the directories are on storage; the content of files is the business
@@ -95,11 +95,11 @@ class Store(Protocol):
         """
         ...
 
-    def sweep(self, folder: str) -> None:
+    def sweep(self, folder: str, /) -> None:
         """Remove what killed writers left of `create_exclusive` in a folder, where it lost."""
         ...
 
-    def location(self, path: str) -> Location:
+    def location(self, path: str, /) -> Location:
         """Where the arrays below this folder are kept."""
         ...
 

@@ -1,0 +1,217 @@
+"""Orbax restores our checkpoints, bit for bit, with the same tree. The exceptions are listed.
+
+The exceptions are those of `docs/reference/checkpoint-format.md`; each has a test here, so the page
+and Orbax cannot drift apart unseen.
+"""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from checkpoints import claimed, save
+from everstep.runtime.layout.dtypes import STORABLE
+from everstep.runtime.layout.tree import LeafKind
+from everstep.runtime.loop.state import flatten
+from everstep.runtime.storage.posix import PosixStore
+from everstep.runtime.storage.tensors import STORED_AS_BYTES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+v0 = pytest.importorskip("orbax.checkpoint", minversion=None)
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def write(root: Path, state: object, hosts: int = 2) -> Path:
+    """Save a state as two hosts would; the checkpoint's folder."""
+    flat = flatten(state)
+    values = {
+        index: np.asarray(value)
+        for index, (leaf, value) in enumerate(zip(flat.tree.leaves, flat.values, strict=True))
+        if leaf.is_stored_as_bytes
+    }
+    store = PosixStore(str(root))
+    commit = save(store, claimed(store), 10, flat.tree, values, hosts=hosts)
+    return root / commit.folder
+
+
+def example() -> dict[str, Any]:
+    dice = np.random.default_rng(0)
+    return {
+        "params": {
+            "layers": [
+                {"kernel": jnp.asarray(dice.normal(size=(8, 16)), jnp.float32)},
+                {"kernel": jnp.asarray(dice.normal(size=(8, 16)), jnp.bfloat16)},
+            ],
+            "a/b": jnp.arange(6, dtype=jnp.int32),
+            "é": jnp.arange(4, dtype=jnp.uint8),
+        },
+        "opt": (Moments(jnp.full((4,), -0.0), jnp.array([jnp.nan, jnp.inf])), {"n": None}),
+        "host": np.arange(12, dtype=np.float64).reshape(3, 4),
+        "step": 7,
+        "rate": 0.1,
+        "on": True,
+        "name": "run é",
+        "empty": {},
+        "zero": jnp.zeros((3, 0, 2)),
+    }
+
+
+def bits(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    array = np.asarray(value)
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+def flat_names(tree: Any) -> dict[str, Any]:
+    """Leaves by their keys as text, whatever kind of container has them."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys): v
+        for keys, v in pairs
+    }
+
+
+def load_v1(folder: Path, target: Any = None) -> Any:
+    from orbax.checkpoint import v1
+
+    return v1.load(folder, target) if target is not None else v1.load(folder)
+
+
+def load_v0(folder: Path, target: Any = None) -> Any:
+    checkpointer = v0.StandardCheckpointer()
+    try:
+        return checkpointer.restore(folder / "state", target)
+    finally:
+        checkpointer.close()
+
+
+LOADERS = [pytest.param(load_v1, id="v1"), pytest.param(load_v0, id="v0-standard")]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_state_loads_without_a_target_with_the_same_keys_and_bits(
+    tmp_path: Path, loader: Any, hosts: int
+) -> None:
+    state = example()
+    loaded = loader(write(tmp_path / "run", state, hosts))
+    expected, found = flat_names(state), flat_names(loaded)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, jax.Array | np.ndarray):
+            assert bits(found[name]) == bits(value), name
+        else:
+            assert found[name] == value, name
+    assert loaded["empty"] == {}
+    assert isinstance(loaded["params"]["layers"], list | tuple)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_state_loads_into_a_target_with_the_same_tree(tmp_path: Path, loader: Any) -> None:
+    state = example()
+    state["keys"] = {
+        "one": jax.random.key(0),
+        "many": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+    }
+    if loader is load_v0:
+        del state["name"]  # Its target takes no strings, whoever wrote the checkpoint.
+    device = SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+        return leaf
+
+    target = jax.tree.map(abstract, state)
+    loaded = loader(write(tmp_path / "run", state), target)
+    assert str(jax.tree.structure(loaded)) == str(jax.tree.structure(state))
+    for name in ("one", "many"):
+        key, original = loaded["keys"][name], state["keys"][name]
+        assert key.dtype == original.dtype
+        assert bits(jax.random.key_data(key)) == bits(jax.random.key_data(original))
+    del loaded["keys"], state["keys"]
+    for found, value in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert (
+            bits(found) == bits(value)
+            if isinstance(value, jax.Array | np.ndarray)
+            else found == value
+        )
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_dtype_but_the_listed_ones_loads_as_itself(tmp_path: Path, loader: Any) -> None:
+    from checkpoints import array, random_values, tree_of
+
+    names = sorted(STORABLE)
+    tree = tree_of(*(array(name, dtype=name, shape=(5, 6)) for name in names))
+    values = random_values(tree, seed=5)
+    store = PosixStore(str(tmp_path / "run"))
+    commit = save(store, claimed(store), 1, tree, values)
+    loaded = loader(tmp_path / "run" / commit.folder)
+    for index, name in enumerate(names):
+        dtype, shape, content = bits(loaded[name])
+        assert (shape, content) == ((5, 6), values[index].tobytes()), name
+        assert dtype == STORED_AS_BYTES.get(name, name)
+
+
+def test_a_damaged_chunk_is_refused_by_orbax_as_well(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", {"w": jnp.arange(65536, dtype=jnp.float32)}, hosts=1)
+    data = max((folder / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(Exception, match=r"(?i)digest|checksum|crc"):
+        load_v1(folder)
+
+
+# The exceptions.
+
+
+def test_exception_typed_keys_without_a_target_are_their_key_data(tmp_path: Path) -> None:
+    key = jax.random.key(3)
+    loaded = load_v1(write(tmp_path / "run", {"key": key}))
+    assert bits(loaded["key"]) == bits(jax.random.key_data(key))
+
+
+def test_exception_a_large_int_is_text(tmp_path: Path) -> None:
+    loaded = load_v1(write(tmp_path / "run", {"big": 2**70, "w": jnp.ones(2)}))
+    assert loaded["big"] == str(2**70)
+
+
+def test_exception_a_complex_number_is_an_array(tmp_path: Path) -> None:
+    loaded = load_v1(write(tmp_path / "run", {"c": 1 - 2j, "w": jnp.ones(2)}))
+    assert bits(loaded["c"]) == bits(np.complex128(1 - 2j))
+
+
+def test_exception_integer_keys_are_text(tmp_path: Path) -> None:
+    loaded = load_v1(write(tmp_path / "run", {"m": {0: jnp.ones(2), 10: jnp.zeros(3)}}))
+    assert {key: value.shape for key, value in loaded["m"].items()} == {"0": (2,), "10": (3,)}
+
+
+def test_exception_of_names_that_would_meet_one_is_escaped(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(3)}
+    loaded = load_v1(write(tmp_path / "run", state))
+    assert bits(loaded["a"]["b"]) == bits(state["a"]["b"])
+    assert bits(loaded["a%2Eb"]) == bits(state["a.b"])
+
+
+def test_exception_empty_sequences_are_empty_mappings(tmp_path: Path) -> None:
+    state = {"list": [], "tuple": (), "named": collections.OrderedDict(), "w": jnp.ones(2)}
+    loaded = load_v1(write(tmp_path / "run", state))
+    empties = {
+        leaf.name: leaf.dtype for leaf in flatten(state).tree.leaves if leaf.kind is LeafKind.EMPTY
+    }
+    assert len(empties) == 3
+    for name in ("list", "tuple", "named"):
+        assert not loaded[name]
