@@ -35,15 +35,21 @@ def silent_log() -> FilteringBoundLogger:
 class LocalRig:
     """The `Rig` of the conformance suite, over a real state folder and real processes."""
 
-    def __init__(self, root: Path, agent_command: tuple[str, ...] = PATIENT) -> None:
+    def __init__(
+        self,
+        root: Path,
+        agent_command: tuple[str, ...] = PATIENT,
+        world_type: type[LocalWorld] = LocalWorld,
+    ) -> None:
         self.folder = StateFolder(root / "state")
         self.agent_command = agent_command
+        self.world_type = world_type
         self.clock = SystemClock()
         self.world = self.restart()
 
     def restart(self) -> LocalWorld:
         """Forget everything that a controller had in memory, as if it had been killed."""
-        self.world = LocalWorld(
+        self.world = self.world_type(
             self.folder,
             agent_command=self.agent_command,
             clock=self.clock,

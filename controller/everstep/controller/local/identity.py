@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 MARK = "EVERSTEP_AGENT_OF"
@@ -29,7 +30,9 @@ class Identity:
     boot_id: str
 
 
+@cache
 def boot_id() -> str:
+    """Return the id of this boot; it cannot change while this process lives."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
@@ -140,9 +143,13 @@ def find_marked(prefix: str) -> tuple[tuple[Identity, str], ...]:
 
 def _mark(process: str, wanted: bytes) -> str | None:
     try:
-        environ = Path(process, "environ").read_bytes()
+        # Without `Path`: this runs for every process of the machine.
+        with open(f"{process}/environ", "rb", buffering=0) as source:
+            environ = source.read()
     except OSError:
         # It ended, or it is not ours to look at; then it is none of ours.
+        return None
+    if environ is None or wanted not in environ:
         return None
     for entry in environ.split(b"\0"):
         if entry.startswith(wanted):
@@ -161,7 +168,8 @@ def _pidfd_send(pidfd: int, signum: int) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of `/proc/<pid>/stat` from the state on; the name may hold anything."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as source:
+            text = (source.read() or b"").decode(errors="replace")
     except OSError:
         return None
     return text[text.rindex(")") + 2 :].split()

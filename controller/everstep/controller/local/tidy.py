@@ -57,8 +57,11 @@ def _tidy_job(folder: JobFolder) -> None:
 
 def _has_writer(path: Path) -> bool:
     """Whether the process whose id is in a temporary file's name may still rename it."""
+    # Ours are `.<name>.<pid>.<serial>.tmp`, those of agents `<name>.<pid>.tmp`.
     parts = path.name.split(".")
-    return any(part.isdigit() and identity.identify(int(part)) is not None for part in parts)
+    at = -3 if path.name.startswith(".") else -2
+    word = parts[at] if len(parts) >= -at else ""
+    return word.isdigit() and identity.identify(int(word)) is not None
 
 
 def _end_orphans(folder: StateFolder) -> int:

@@ -14,6 +14,9 @@ decided; the next pass sees that the world does not look like it yet, and plans 
 An action that fails ends the pass, for later actions may depend on it; the events of the plan are
 told all the same, because what they tell of is decided. The pass is tried again with a growing
 delay (`queue`), and plans anew.
+
+Events are the one kind of action that cannot be seen to be missing. So they are persisted with the
+plan (`Ledger.untold`), and the first pass that a process runs over a job tells them again.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import replace
+
 from everstep.controller.api.status import JobStatus, Phase
-from everstep.controller.core.ledger import Ledger
+from everstep.controller.core.ledger import Ledger, UntoldEvent
 from everstep.controller.core.model import Action, EmitEvent, Observation, Plan, View, World
 from everstep.controller.ops.clock import Clock
 
@@ -90,6 +95,7 @@ class Reconciler:
         self._fresh_token = fresh_token
         self._log = log
         self._progress_at_s: dict[str, float] = {}
+        self._retold: set[str] = set()
 
     def reconcile(self, job: str) -> Pass:
         """Run one pass over a job.
@@ -103,7 +109,9 @@ class Reconciler:
         observation = self._world.observe(job)
         if observation is None:
             self._progress_at_s.pop(job, None)
+            self._retold.discard(job)
             return Pass(result=Result.GONE)
+        self._tell_again(job, observation.ledger)
         now_s = self._clock.unix_s()
         plan = self._plan(
             observation.view,
@@ -112,10 +120,11 @@ class Reconciler:
             now_s,
             fresh_token=self._fresh_token(),
         )
+        ledger = _with_events(plan)
         wait_s = self._wait_before_writing(job, observation, plan)
-        is_changed = plan.ledger != observation.ledger or plan.status != observation.status
+        is_changed = ledger != observation.ledger or plan.status != observation.status
         if is_changed and wait_s == 0.0:
-            written = self._world.persist(job, plan.ledger, plan.status, observation.precondition)
+            written = self._world.persist(job, ledger, plan.status, observation.precondition)
             if written is None:
                 self._tell(job, plan, Result.CONFLICT, began_s)
                 return Pass(result=Result.CONFLICT, requeue_after_s=0.0)
@@ -131,6 +140,16 @@ class Reconciler:
             and not plan.actions
             and not observation.view.is_deleting,
         )
+
+    def _tell_again(self, job: str, ledger: Ledger) -> None:
+        if job in self._retold:
+            return
+        for event in ledger.untold:
+            told = EmitEvent(
+                id=event.id, reason=event.reason, message=event.message, slice=event.slice
+            )
+            self._world.perform(job, told)
+        self._retold.add(job)
 
     def _act(self, job: str, actions: tuple[Action, ...]) -> None:
         for index, action in enumerate(actions):
@@ -166,6 +185,15 @@ class Reconciler:
             actions=[action.key for action in plan.actions],
             took_s=round(self._clock.monotonic_s() - began_s, 6),
         )
+
+
+def _with_events(plan: Plan) -> Ledger:
+    events = tuple(
+        UntoldEvent(id=one.id, reason=one.reason, message=one.message, slice=one.slice)
+        for one in plan.actions
+        if isinstance(one, EmitEvent)
+    )
+    return replace(plan.ledger, untold=events) if events else plan.ledger
 
 
 def _earlier(one_s: float | None, other_s: float | None) -> float | None:
