@@ -136,6 +136,9 @@ class SimulatedJob:
         self._stored: tuple[bytes, bytes] = (encode(Ledger()), encode(JobStatus()))
         self._version = 0
         self._pid = 100
+        self._lineage_step = 0
+        self.restores: dict[int, tuple[int, int]] = {}
+        """By incarnation: the newest step that was really finished before, and the restored one."""
 
     # The controller's side.
 
@@ -501,6 +504,8 @@ class SimulatedJob:
                 aside = set(directive.restore_set_aside)
                 held = {step for one in active for step in one.memory} - aside
                 step = max([*held, self.committed, 0])
+                self.restores[directive.incarnation] = (self._lineage_step, step)
+                self._lineage_step = step
                 for one in active:
                     one.worker, one.step = Worker.RESTORING, step
                     one.worker_since_s = one.phase_since_s = self.now_s
@@ -526,6 +531,7 @@ class SimulatedJob:
             if one.crashes_at is not None and step == one.crashes_at:
                 self.end_worker(one, ExitCause.USER_ERROR, message="ValueError: crash")
                 return
+        self._lineage_step = step
         for one in active:
             one.step, one.worker_since_s = step, self.now_s
             one.memory = {step}

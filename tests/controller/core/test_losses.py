@@ -170,7 +170,7 @@ def test_everything_killed_at_once_restarts_from_storage() -> None:
     row = job.status.recoveries[-1]
     assert row.source == "storage"
     assert row.lost_steps == row.step_before - Step(20)
-    assert row.lost_steps < job.commit_every
+    assert row.step_before - Step(20) < job.commit_every
 
 
 def test_a_silent_majority_is_an_outage_and_not_a_loss() -> None:

@@ -180,8 +180,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """When the first step of `incarnation` was finished."""
     disturbed_at_s: float | None = None
     """Last disruption or growth; the cooldown counts from here."""
+    lineage: Incarnation = Incarnation(0)
+    """The newest incarnation that finished a step. What older ones reached is past: it was lost
+    then, or restored."""
     step_seen: Step = Step(0)
-    """Newest finished step known at the last change, also of hosts that are gone."""
+    """Newest finished step of the lineage known at the last change, also of hosts that are gone."""
     outage_since_s: float | None = None
     budget_learnt_s: float | None = None
     """How long drains took lately."""

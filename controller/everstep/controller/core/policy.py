@@ -50,14 +50,16 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
     """Decide whether to go on now, and with which slices, by `elasticity.onLoss`.
 
     Survivors come first, because they hold the newest step, then slices whose agents are up. Only
-    where there is neither, slices are counted that are granted but not started: then nobody waits
-    for them.
+    where nobody survived, slices are counted that are granted but not started: then there is
+    nobody whom waiting for them would hold up.
     """
     if turn.now_s < turnover.not_before_s:
         return Stay(reason=Reason.BACKING_OFF, until_s=turnover.not_before_s)
     survivors = [id_ for id_ in turn.ledger.members if turn.is_usable(id_)]
     ready = [id_ for id_ in ready_standby(turn) if id_ not in survivors]
-    pool = survivors + ready or granted(turn)
+    pool = survivors + ready
+    if not survivors:
+        pool += [id_ for id_ in granted(turn) if id_ not in ready]
     slices, elasticity = turn.spec.slices, turn.spec.elasticity
     count = largest_allowed(slices, len(pool))
     is_first = turn.ledger.incarnation == 0

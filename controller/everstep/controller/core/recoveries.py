@@ -53,6 +53,7 @@ def close_turnover(turn: Turn) -> Recovery | None:
     restored = max([one.step for one in figures], default=ledger.step_seen)
     turn.change(
         turnover=None,
+        lineage=ledger.incarnation,
         step_seen=restored,
         fresh=(),
         trained_since_s=turn.now_s,

@@ -98,23 +98,22 @@ class Turn:
         return next((r for _, _, r in self.current_reports() if r.host == self.lead), None)
 
     def newest_step(self) -> Step:
-        """Return the newest step known to be finished, also by hosts that are gone.
+        """Return the newest step of the lineage known to be finished, also by hosts that are gone.
 
-        Once an incarnation trains, only its own steps count: those that an older one finished
-        and lost were lost then, and are not lost again.
+        Once an incarnation trains, what older ones reached does not count any more: steps that
+        were lost then are not lost again.
         """
-        steps, n = [self.ledger.step_seen, self.step_published], self.ledger.incarnation
-        trains = self.ledger.trained_since_s is not None
+        steps, lineage = [self.ledger.step_seen, self.step_published], self.ledger.lineage
         for one in self.view.slices:
             for host in one.hosts:
                 report = self.report(host)
                 if report is None:
                     continue
-                if report.incarnation == n or not trains:
+                if report.incarnation >= lineage:
                     steps.append(report.step)
-                if report.exit is not None and (report.exit.incarnation == n or not trains):
+                if report.exit is not None and report.exit.incarnation >= lineage:
                     steps.append(report.exit.step)
-                if report.held is not None and report.held.request_id.startswith(f"{n}-"):
+                if report.held is not None and report.incarnation >= lineage:
                     steps.append(report.held.step)
         return max(steps)
 
