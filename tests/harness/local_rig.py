@@ -16,9 +16,11 @@ from everstep.controller.local import identity
 from everstep.controller.local.capacity import take_away
 from everstep.controller.local.events import read_events
 from everstep.controller.local.folder import StateFolder
+from everstep.controller.local.processes import was_started
 from everstep.controller.local.world import LocalWorld
 from everstep.controller.ops.clock import SystemClock, fresh_uid
 from jobs import make_job
+from waiting import wait_for
 
 OBEDIENT = (sys.executable, str(Path(__file__).with_name("obedient_agent.py")))
 PATIENT = ("/bin/sh", "-c", "exec sleep 1000000", "patient-agent")
@@ -78,6 +80,9 @@ class LocalRig:
 
     def kill_agent(self, host: HostId) -> None:
         record = next(r for r in self.world.living("llm") if r.host == host)
+        # Before that it is no agent yet, and its end no loss.
+        folder = self.folder.job("llm")
+        wait_for(lambda: was_started(record, folder), what=f"agent {host} to be one")
         os.killpg(record.pid, signal.SIGKILL)
 
     def take_capacity(self, slice_id: SliceId) -> None:
