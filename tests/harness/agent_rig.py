@@ -240,14 +240,20 @@ class Rig:
                 return child.children()[0]
         raise AssertionError(f"host {host} has no coordinator")
 
-    def stop(self, timeout_s: float = 10.0) -> dict[HostId, int]:
+    def stop(self) -> dict[HostId, int]:
         """Tell all to stop; returns their exit codes."""
+        self.stop_all()
+        return {host: process.wait(10) for host, process in self.agents.items()}
+
+    def stop_all(self) -> None:
+        """Tell all that still live to stop."""
         self.direct(
             self.directive.incarnation if self.directive is not None else 1,
             {},
             command=Command.STOP,
         )
-        return {host: process.wait(timeout_s) for host, process in self.agents.items()}
+        for process in self.agents.values():
+            process.wait(10)
 
     def assert_nothing_left(self, timeout_s: float = 5.0) -> None:
         deadline_s = time.monotonic() + timeout_s

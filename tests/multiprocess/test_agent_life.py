@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_rig import Rig, host, settings_of
 
+from agent_rig import Rig, host, settings_of
 from everstep.controller.api.wire import ExitCause, HostPhase
 
 pytestmark = pytest.mark.processes

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_rig import Rig, host, settings_of
-from waiting import wait_for
 
+from agent_rig import Rig, host, settings_of
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.wire import (
     Command,
@@ -20,6 +19,7 @@ from everstep.controller.api.wire import (
     Request,
     RequestKind,
 )
+from waiting import wait_for
 
 pytestmark = pytest.mark.processes
 

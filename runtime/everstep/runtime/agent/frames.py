@@ -118,6 +118,7 @@ class FrameStream(Generic[Frame]):
         self._descriptors: deque[int] = deque()
         self._outgoing = asyncio.Lock()
         self._is_closed = False
+        self._is_reading = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), self._read)
 
@@ -151,6 +152,16 @@ class FrameStream(Generic[Frame]):
                 if not self._is_closed:
                     await self._loop.sock_sendall(self._sock, data)
 
+    def finish(self) -> None:
+        """Take in what is there and nothing more: the process at the other end is gone.
+
+        The end of the stream itself may never come, because a process that the other side forked
+        has a copy of its descriptor.
+        """
+        while self._is_reading:
+            if not self._read():
+                self._stop_reading()
+
     def close(self) -> None:
         """Close this end; a waiting `receive` is told."""
         if self._is_closed:
@@ -162,22 +173,24 @@ class FrameStream(Generic[Frame]):
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take in what one call gives; False when there is nothing now."""
         try:
             chunk, ancillary, _, _ = self._sock.recvmsg(
                 1 << 16, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX)
             )
         except BlockingIOError:
-            return
+            return False
         except OSError:
             self._stop_reading()
-            return
+            return False
         self._descriptors.extend(_descriptors(ancillary))
         if not chunk:
             self._stop_reading()
-            return
+            return False
         self._buffer += chunk
         self._parse()
+        return True
 
     def _parse(self) -> None:
         while len(self._buffer) >= HEADER_BYTES:
@@ -198,6 +211,8 @@ class FrameStream(Generic[Frame]):
                 return
 
     def _stop_reading(self) -> None:
-        if not self._is_closed and self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock.fileno())
+        if not self._is_reading:
+            return
+        self._is_reading = False
+        self._loop.remove_reader(self._sock.fileno())
         self._frames.put_nowait(None)

@@ -58,6 +58,7 @@ class Coordination:
         self._note_forker = note_forker
         self._forker: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._port_last: int | None = None
 
     @property
     def own_pids(self) -> frozenset[int]:
@@ -125,7 +126,10 @@ class Coordination:
     def _adopt(
         self, line: FrameStream[ServiceFrame], frame: Serving, address: str, port: int
     ) -> Service:
-        if frame.port != port:
+        # The service of the last incarnation may not have let go of its port yet; that is no news.
+        is_own = self._port_last == port
+        self._port_last = frame.port
+        if frame.port != port and not is_own:
             self._log.warning(
                 "coordinator port is taken; another is used",
                 address=address,

@@ -91,6 +91,7 @@ class Following:
     async def follow(self) -> None:
         """Return when the worker has ended and everything it left is taken care of."""
         worker = self._worker
+        worker.exited.add_done_callback(lambda _: worker.link.finish())
         try:
             while True:
                 await self._take(await worker.link.receive())

@@ -106,6 +106,7 @@ class _Zygote:
         self.status: ExitStatus | None = None
         self._exited: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
         watch(self._process, self._exited.set_result)
+        self._exited.add_done_callback(lambda _: self._link.finish())
         self._reading = asyncio.create_task(self._read(), name="zygote")
 
     @property

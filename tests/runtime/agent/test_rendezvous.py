@@ -1,0 +1,211 @@
+"""The join: ranks, who is missing, which step, and what everyone is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_values import ROWS, TREE, directive, holding, host, inventory
+from everstep.controller.api.ids import Incarnation, Step
+from everstep.runtime.agent.coverage import find_gaps
+from everstep.runtime.agent.rendezvous import (
+    Choice,
+    Committed,
+    Gathering,
+    NoChoice,
+    Place,
+    answer,
+    choose,
+    rank_of,
+    receive,
+    roster,
+)
+from everstep.runtime.agent.wire import Join
+from everstep.runtime.layout.manifest import Holding, Inventory
+
+
+def committed(step: int, held_in: int | None = 1) -> Committed:
+    return Committed(step=Step(step), held_in=None if held_in is None else Incarnation(held_in))
+
+
+def join(slice_id: int, number: int = 0, *, incarnation: int = 1, step_before: int = 0) -> Join:
+    return Join(
+        incarnation=Incarnation(incarnation),
+        host=host(slice_id, number),
+        address=f"10.0.{slice_id}.{number}",
+        port=7070,
+        inventory=inventory(holding(host(slice_id, number), 4)),
+        step_before=Step(step_before),
+    )
+
+
+def test_ranks_are_dense_and_slice_major_whatever_slices_are_left() -> None:
+    order = roster(directive(3, [0, 2, 5], hosts=2))
+    assert order == tuple(host(s, h) for s in (0, 2, 5) for h in (0, 1))
+    assert rank_of(directive(3, [0, 2, 5], hosts=2), host(2, 1)) == 3
+    assert rank_of(directive(3, [0, 2, 5], hosts=2), host(1)) is None
+
+
+def test_a_gathering_names_who_is_missing_until_all_are_in() -> None:
+    gathering = Gathering(directive=directive(1, [0, 1]))
+    first = receive(gathering, join(0))
+    assert isinstance(first, Gathering)
+    assert first.missing == (host(1),)
+    second = receive(first, join(1))
+    assert isinstance(second, Gathering)
+    assert second.is_complete
+
+
+def test_a_surplus_host_and_another_incarnation_are_refused() -> None:  # C095, C101
+    gathering = Gathering(directive=directive(1, [0, 1]))
+    assert receive(gathering, join(2)) == "host 2/0 is not a member of incarnation 1"
+    assert receive(gathering, join(0, incarnation=2)) == "this join is of incarnation 1"
+
+
+@pytest.mark.parametrize(
+    ("held", "commits", "aside", "expected"),
+    [
+        pytest.param([], [], [], (None, False), id="nothing anywhere is a fresh start"),
+        pytest.param([(0, 4, None)], [], [], (4, False), id="one whole copy is enough"),
+        pytest.param(
+            [(0, 6, (0, 6)), (1, 6, (6, ROWS)), (0, 4, (0, 6)), (1, 4, (6, ROWS))],
+            [],
+            [],
+            (6, False),
+            id="two halves make a whole",
+        ),
+        pytest.param(
+            [(0, 6, (0, 6)), (0, 4, (0, 6)), (1, 4, (6, ROWS))],
+            [],
+            [],
+            (4, False),
+            id="a half is no step, never a mixture (C157)",
+        ),
+        pytest.param(
+            [(0, 4, None)], [committed(6)], [], (6, True), id="a newer checkpoint beats memory"
+        ),
+        pytest.param(
+            [(0, 6, None)], [committed(6)], [], (6, True), id="memory first, storage behind it"
+        ),
+        pytest.param(
+            [(0, 6, None)],
+            [committed(6, 9)],
+            [],
+            (6, False),
+            id="another incarnation's checkpoint of the step is no fallback (R3)",
+        ),
+        pytest.param(
+            [(0, 6, (0, 6))],
+            [committed(6)],
+            [],
+            (6, True),
+            id="storage fills what memory lacks",
+        ),
+        pytest.param(
+            [(0, 6, None), (0, 4, None)], [], [6], (4, False), id="a step set aside is not chosen"
+        ),
+        pytest.param(
+            [(0, 9, (0, 6))], [], [], (None, False), id="early losses start over when nothing else"
+        ),
+    ],
+)
+def test_the_newest_step_that_is_whole_is_chosen(
+    held: list[tuple[int, int, tuple[int, int] | None]],
+    commits: list[Committed],
+    aside: list[int],
+    expected: tuple[int | None, bool],
+) -> None:
+    inventories = [
+        inventory(holding(host(who), step, rows or (0, ROWS))) for who, step, rows in held
+    ]
+    choice = choose(inventories, commits, [Step(step) for step in aside])
+    assert isinstance(choice, Choice)
+    assert (choice.step, choice.is_in_storage) == expected
+
+
+def test_halves_of_two_incarnations_are_never_mixed() -> None:  # R3
+    inventories = [
+        inventory(holding(host(0), 6, (0, 6), incarnation=1)),
+        inventory(holding(host(1), 6, (6, ROWS), incarnation=2)),
+        inventory(holding(host(2), 4, incarnation=2)),
+    ]
+    choice = choose(inventories, [])
+    assert isinstance(choice, Choice)
+    assert choice.step == 4
+
+
+def test_unreadable_storage_is_not_absence() -> None:  # R4, C012, C014
+    choice = choose([], "ledger entry 7 is damaged")
+    assert isinstance(choice, NoChoice)
+    assert "ledger entry 7" in choice.why
+    with_memory = choose([inventory(holding(host(0), 4))], "no answer")
+    assert isinstance(with_memory, Choice)
+    assert with_memory.step == 4
+
+
+def test_all_checkpoints_set_aside_is_no_fresh_start() -> None:
+    choice = choose([], [committed(6)], [Step(6)])
+    assert isinstance(choice, NoChoice)
+    assert "6" in choice.why
+
+
+def test_everyone_gets_the_same_step_roster_and_coordinator() -> None:  # R1, C085
+    one = directive(2, [0, 2], hosts=2)
+    gathering = Gathering(directive=one)
+    for who in roster(one):
+        grown = receive(
+            gathering, join(who.slice, who.host, incarnation=2, step_before=who.slice + 7)
+        )
+        assert isinstance(grown, Gathering)
+        gathering = grown
+    inventories = [j.inventory for j in gathering.joins.values()]
+    choice = choose(inventories, [])
+    place = Place(coordinator_address="10.0.0.0:8482", uri="/run")
+    answers = {h: a.assignment for h, a in answer(gathering, choice, place).items()}
+    assignments = [a for a in answers.values() if a is not None]
+    assert [a.rank for a in assignments] == [0, 1, 2, 3]
+    assert {(a.restore_step, a.coordinator_address, a.members) for a in assignments} == {
+        (4, "10.0.0.0:8482", one.members)
+    }
+    assert {a.step_before for a in assignments} == {9}
+    for who, assignment in answers.items():
+        assert assignment is not None
+        assert assignment.holdings[0].host == who
+        assert assignment.own_slots == (assignment.holdings[0].id,)
+        assert len(assignment.holdings) == 4
+
+
+halves = st.tuples(
+    st.integers(0, 3), st.integers(1, 4), st.integers(1, 2), st.integers(0, 11), st.integers(1, 12)
+)
+
+
+@given(st.lists(halves, max_size=12), st.sets(st.integers(1, 4)), st.sets(st.integers(1, 4)))
+def test_whatever_is_held_the_choice_is_whole_and_the_newest_such(
+    held: list[tuple[int, int, int, int, int]], commits: set[int], aside: set[int]
+) -> None:  # R2
+    by_host: dict[int, list[Holding]] = {}
+    for n, (who, step, incarnation, start, length) in enumerate(held):
+        rows = (start, min(ROWS, start + length))
+        one = holding(host(who), step, rows, incarnation=incarnation, n=n)
+        by_host.setdefault(who, []).append(one)
+    inventories: list[Inventory] = [inventory(*holdings) for holdings in by_host.values()]
+    choice = choose(inventories, [committed(s) for s in commits], [Step(s) for s in aside])
+    every = [h for one in inventories for h in one.holdings if h.step not in aside]
+
+    def is_whole(step: int, incarnation: int) -> bool:
+        group = [h for h in every if (h.step, h.incarnation) == (step, incarnation)]
+        return bool(group) and not find_gaps(TREE, group)
+
+    whole = {step for step in range(1, 5) for i in (1, 2) if is_whole(step, i)}
+    usable = (whole | commits) - aside
+    if isinstance(choice, NoChoice):
+        assert not usable
+        assert commits
+    else:
+        assert choice.step == max(usable, default=None)
+        assert {h.step for h in choice.holdings} <= {choice.step}
+        assert len({h.incarnation for h in choice.holdings}) <= 1
+        if choice.holdings and not choice.is_in_storage:
+            assert not find_gaps(TREE, choice.holdings)
