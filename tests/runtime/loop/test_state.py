@@ -49,6 +49,14 @@ def children_of(bag: Bag) -> tuple[Any, Any]:
 jax.tree_util.register_pytree_node(Bag, children_of, bag_of)
 
 
+def names(state: Any) -> list[str]:
+    return [leaf.name for leaf in flatten(state).tree.leaves]
+
+
+def kinds(state: Any) -> list[LeafKind]:
+    return [leaf.kind for leaf in flatten(state).tree.leaves]
+
+
 STATES: dict[str, Any] = {
     "nested": {"a": [1, (2.5, "x")], "b": {"c": jnp.ones((2,))}},
     "keys with separators": {"a/b": {"": 1}, "..": 2, "a.b": 3, "é": 4, "e\u0301": 5, "A": 6},

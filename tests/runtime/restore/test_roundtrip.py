@@ -23,7 +23,7 @@ from everstep.runtime.errors import CheckpointInvalid, Fenced, StateRefused
 from everstep.runtime.layout.dtypes import STORABLE, numpy_dtype
 from everstep.runtime.layout.manifest import BLOCK_BYTES, Holding, Plot, Region
 from everstep.runtime.layout.scalars import inline_extra
-from everstep.runtime.loop.state import flatten, reflatten
+from everstep.runtime.loop.state import flatten
 from everstep.runtime.restore.assemble import RestoredState, restore_state
 from everstep.runtime.snapshot.capture import CapturePlan
 from everstep.runtime.snapshot.regions import plot_of, region_array
@@ -486,9 +486,9 @@ def test_restore_undoes_capture_on_any_pair_of_meshes(seed: int) -> None:
     in_fresh_process(any_mesh_to_any_mesh, seed)
 
 
-def test_a_later_state_of_the_same_tree_is_taken_apart_alike() -> None:
-    state = {"a": jnp.ones((2,)), "n": 1, "k": jax.random.key(0), "e": {}}
-    before = flatten(state)
-    now = reflatten({**state, "n": 2}, before)
-    assert now.tree.leaves[before.tree.leaves.index(before.tree.leaves[-1])].value == "2"
-    assert now.tree.fingerprint == before.tree.fingerprint
+def test_the_names_of_headers_are_those_of_the_agents() -> None:
+    from everstep.runtime.agent import wire
+    from everstep.runtime.restore import peers
+
+    assert wire.TOKEN_HEADER == peers.TOKEN_HEADER
+    assert wire.INCARNATION_HEADER == peers.INCARNATION_HEADER

@@ -20,7 +20,7 @@ def describe(leaf: Leaf) -> str:
     shape = ",".join(map(str, leaf.shape))
     if leaf.kind is LeafKind.PRNG_KEY:
         return f"PRNG key data {leaf.impl}[{shape}]"
-    return f"{leaf.dtype}[{shape}]"
+    return f"{'numpy ' if leaf.kind is LeafKind.NUMPY else ''}{leaf.dtype}[{shape}]"
 
 
 def fits(saved: Leaf, wanted: Leaf) -> bool:
