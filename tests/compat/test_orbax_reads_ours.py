@@ -85,7 +85,8 @@ def flat_names(tree: Any) -> dict[str, Any]:
 def load_v1(folder: Path, target: Any = None) -> Any:
     from orbax.checkpoint import v1
 
-    return v1.load(folder, target) if target is not None else v1.load(folder)
+    path = str(folder)
+    return v1.load(path, target) if target is not None else v1.load(path)
 
 
 def load_v0(folder: Path, target: Any = None) -> Any:

@@ -7,10 +7,9 @@ codec after the bytes, no compression. Which arrays, chunks and boxes is decided
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +92,7 @@ class PartWriter:
             file_bytes: a data file is closed, and synced, when it has about so many bytes.
         """
         self._location = arrays.below(folder)
+        self._context = _context(self._location)
         self._file_bytes = file_bytes
         self._transaction: Any = None
         self._open: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class PartWriter:
                     _array_spec(self._location, plan, file_bytes=self._file_bytes),
                     open=True,
                     create=True,
-                    context=_context(self._location),
+                    context=self._context,
                     transaction=self._transaction,
                 ).result()
             if not box.is_empty:
@@ -134,7 +134,7 @@ class PartWriter:
     def checksums(self, wanted: Iterable[tuple[str, Sequence[tuple[int, ...]]]]) -> list[list[int]]:
         """The stored CRC-32C of chunks: per `(array name, cells)`, one value a cell."""
         with _translated(self._location):
-            database = _database(self._location)
+            database = _database(self._location, self._context)
             reads = [
                 [_read_checksum(database, chunk_key(name, cell)) for cell in wanted_cells]
                 for name, wanted_cells in wanted
@@ -151,10 +151,12 @@ def merge(
     or not at all.
     """
     with _translated(arrays):
+        context = _context(arrays)
         transaction = ts.Transaction(atomic=True)
-        parent = _database(arrays, create=True).with_transaction(transaction)
+        parent = _database(arrays, context, create=True).with_transaction(transaction)
         copies = [
-            _database(arrays.below(folder)).experimental_copy_range_to(parent) for folder in folders
+            _database(arrays.below(folder), context).experimental_copy_range_to(parent)
+            for folder in folders
         ]
         for copy in copies:
             copy.result()
@@ -163,7 +165,7 @@ def merge(
                 _array_spec(arrays, plan, file_bytes=0),
                 create=True,
                 open=True,
-                context=_context(arrays),
+                context=context,
                 transaction=transaction,
             ).result()
             target.write(_as_stored(value, plan.dtype)).result()
@@ -180,6 +182,7 @@ class ArrayReader:
 
     def __init__(self, arrays: Location) -> None:
         self._location = arrays
+        self._context = _context(arrays)
         self._database: Any = None
         self._open: dict[str, Any] = {}
         self._checked: set[str] = set()
@@ -197,7 +200,7 @@ class ArrayReader:
         """
         with _translated(self._location, reading=True):
             if self._database is None:
-                self._database = _database(self._location)
+                self._database = _database(self._location, self._context)
             checks: list[tuple[str, int, Any]] = []
             for cell in cells(box, plan.chunk):
                 key = chunk_key(plan.name, cell)
@@ -228,7 +231,7 @@ class ArrayReader:
             source = self._open[plan.name] = ts.open(
                 _array_spec(self._location, plan, file_bytes=0),
                 open=True,
-                context=_context(self._location),
+                context=self._context,
             ).result()
         return source
 
@@ -265,30 +268,27 @@ def erase(location: Location) -> None:
 _spaces: weakref.WeakKeyDictionary[Space, Any] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
-def _file_context() -> Any:
+def _context(location: Location) -> Any:
+    """A context of its own for every database that is opened.
+
+    A shared one would remember nodes by path, and take a run that was deleted and begun anew in
+    the same folder for the old one.
+    """
     # Locks are off: every data file has a random name and every folder one writer, and some
     # cluster file systems have none. Nodes of the databases are cached, arrays are not: they are
     # read once, and memory is the caller's business.
-    return ts.Context(
-        {
-            "cache_pool": {"total_bytes_limit": 0},
-            _NODE_CACHE: {"total_bytes_limit": 64_000_000},
-            "file_io_concurrency": {"limit": 16},
-            "file_io_sync": True,
-            "file_io_locking": {"mode": "none"},
-        }
-    )
-
-
-def _context(location: Location) -> Any:
+    spec: dict[str, Any] = {
+        "cache_pool": {"total_bytes_limit": 0},
+        _NODE_CACHE: {"total_bytes_limit": 64_000_000},
+        "file_io_concurrency": {"limit": 16},
+        "file_io_sync": True,
+        "file_io_locking": {"mode": "none"},
+    }
     if location.space is None:
-        return _file_context()
+        return ts.Context(spec)
     if location.space not in _spaces:
-        _spaces[location.space] = ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, _NODE_CACHE: {"total_bytes_limit": 0}}
-        )
-    return _spaces[location.space]
+        _spaces[location.space] = ts.Context({"memory_key_value_store": {}})
+    return ts.Context(spec, parent=_spaces[location.space])
 
 
 def _base(location: Location) -> dict[str, Any]:
@@ -310,12 +310,12 @@ def _database_spec(location: Location, *, file_bytes: int) -> dict[str, Any]:
     return spec
 
 
-def _database(location: Location, *, create: bool = False) -> Any:
+def _database(location: Location, context: Any, *, create: bool = False) -> Any:
     spec = _database_spec(location, file_bytes=0)
     if not create:
         # What is there says how it was configured.
         del spec["config"]
-    return ts.KvStore.open(spec, context=_context(location)).result()
+    return ts.KvStore.open(spec, context=context).result()
 
 
 def _array_spec(location: Location, plan: ArrayPlan, *, file_bytes: int) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def _checksum(read: Any) -> int:
 
 
 @contextlib.contextmanager
-def _translated(location: Location, *, reading: bool = False) -> Iterator[None]:
+def _translated(location: Location, *, reading: bool = False) -> Generator[None, None, None]:
     """Translate what tensorstore raises: it has ValueError, OSError, and a text."""
     try:
         yield
