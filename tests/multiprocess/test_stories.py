@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 STORY_COUNT = int(os.environ.get("EVERSTEP_STORY_COUNT", "30"))
-STEPS = 70
+STEPS = 110
 TIMEOUT_S = 300.0
 
 

@@ -94,7 +94,7 @@ def undisturbed(*, program: str, steps: int, folder: Path) -> Path:
 
 def _undisturbed(view: View, folder: Path, program: Program, step_count: int) -> Result:
     run = Run("undisturbed", folder, lambda _: None)
-    calm = Story(title="undisturbed", step_count=step_count, acts=())
+    calm = Story(title="undisturbed", step_count=step_count, acts=(), acts_required=0)
     with ended_afterwards(run):
         _play(view, run, program, calm, slice_count=1)
         result = Result(losses=run.losses(), digests=_digests(run))

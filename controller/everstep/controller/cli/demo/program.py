@@ -28,7 +28,7 @@ LANGUAGE_MODEL = Program(
 TINY = Program(
     module="everstep.runtime.examples.tiny",
     devices_per_host=2,
-    environment={"DATA": "-1", "FSDP": "1", "REDUCTION": "ordered", "STEP_S": "0.08"},
+    environment={"DATA": "-1", "FSDP": "1", "REDUCTION": "ordered", "STEP_S": "0.1"},
     snapshot_every_steps=3,
     checkpoint_every_steps=10,
 )

@@ -58,7 +58,17 @@ class Stage:
             StageError: the job did not get where the act must leave it, before the deadline.
         """
         self._apply()
-        played = [self._act(act) for act in self.story.acts]
+        played: list[Played] = []
+        for act in self.story.acts:
+            one = self._act(act)
+            if one is None:
+                break
+            played.append(one)
+        if len(played) < self.story.acts_required:
+            raise StageError(
+                f"the training ended before act {len(played) + 1} was over: "
+                f"{self.story.acts[len(played)].sentence}"
+            )
         self._wait("the last step", lambda s: s.phase in (Phase.SUCCEEDED, Phase.FAILED))
         status = self.run.status()
         if status.phase is not Phase.SUCCEEDED:
@@ -78,8 +88,11 @@ class Stage:
         path.write_text(yaml.safe_dump(manifest, sort_keys=False))
         self.run.verb("apply", "-f", str(path))
 
-    def _act(self, act: Act) -> Played:
+    def _act(self, act: Act) -> Played | None:
+        """Play one act; None when the training ended before the act was over."""
         self._wait_for_step(act.after_step)
+        if self.run.status().phase is Phase.SUCCEEDED:
+            return None
         before = self.run.status()
         newest = self.run.read_metrics()
         committed = before.checkpoint.last_committed
@@ -88,9 +101,11 @@ class Stage:
         self._do(act, before)
         self._wait(
             f"training on slices {', '.join(map(str, act.left))} after: {act.sentence}",
-            lambda status: self._is_settled(act, before, status),
+            lambda status: status.phase is Phase.SUCCEEDED or self._is_settled(act, before, status),
         )
         after = self.run.status()
+        if not self._is_settled(act, before, after):
+            return None
         return Played(
             act=act,
             step_seen=newest.step if newest else 0,
@@ -144,7 +159,7 @@ class Stage:
         members = tuple(s.id for s in status.slice_statuses if s.rank is not None)
         newest = self.run.read_metrics()
         return (
-            status.phase in (Phase.RUNNING, Phase.SUCCEEDED)
+            status.phase is Phase.RUNNING
             and members == act.left
             and (act.deed is Deed.WITHDRAW or status.incarnation > before.incarnation)
             and (not status.recoveries or status.recoveries[-1].first_step_s is not None)
@@ -171,9 +186,9 @@ class Stage:
     def _wait_for_step(self, step: int) -> None:
         def reached(status: JobStatus) -> bool:
             newest = self.run.read_metrics()
-            if status.phase in (Phase.SUCCEEDED, Phase.FAILED):
-                raise StageError(f"the job ended {status.phase.value} before step {step}")
-            return newest is not None and newest.step >= step
+            if status.phase is Phase.FAILED:
+                raise StageError(f"the job failed before step {step}: {status.message}")
+            return status.phase is Phase.SUCCEEDED or (newest is not None and newest.step >= step)
 
         self._wait(f"step {step}", reached, STEP_TIMEOUT_S)
 

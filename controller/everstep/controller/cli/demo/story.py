@@ -90,6 +90,9 @@ class Story:
     title: str
     step_count: int
     acts: tuple[Act, ...]
+    acts_required: int
+    """How many acts must be over before the training is. A drawn story may be overtaken by the end
+    on a machine where a step is quick and a start is slow; the others may not."""
 
 
 def standard_story(step_count: int) -> Story:
@@ -103,6 +106,7 @@ def standard_story(step_count: int) -> Story:
     return Story(
         title="the standard story",
         step_count=step_count,
+        acts_required=5,
         acts=(
             Act(after_step=at[0], deed=Deed.NOTICE, slices=(SliceId(1),), left=two, notice_s=20.0),
             Act(after_step=at[1], deed=Deed.KILL_AND_CONTROLLER, slices=(SliceId(0),), left=one),
@@ -120,7 +124,7 @@ def standard_story(step_count: int) -> Story:
 
 
 def draw_story(seed: int, step_count: int) -> Story:
-    """Draw a story: three losses of random kinds, each at a random step, each followed by a return.
+    """Draw a story: two losses of random kinds, each at a random step, each followed by a return.
 
     Args:
         seed: the same seed draws the same story.
@@ -130,7 +134,7 @@ def draw_story(seed: int, step_count: int) -> Story:
     draw = random.Random(seed)
     acts: list[Act] = []
     present = set(ALL)
-    loss_count = 3
+    loss_count = 2
     gap = step_count // (2 * loss_count + 1)
     for number in range(loss_count):
         after = gap * (2 * number + 1) + draw.randrange(max(1, gap // 2))
@@ -149,7 +153,7 @@ def draw_story(seed: int, step_count: int) -> Story:
                     left=tuple(sorted(present)),
                 )
             )
-    return Story(title=f"story {seed}", step_count=step_count, acts=tuple(acts))
+    return Story(title=f"story {seed}", step_count=step_count, acts=tuple(acts), acts_required=1)
 
 
 def _draw_loss(draw: random.Random, after_step: int, present: set[SliceId]) -> Act:
