@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, compiled: Path) -> object:
+def alone(tmp_path: Path, compiled: Path) -> Iterator[Alone]:
     one = Alone(tmp_path / "checkpoints", compiled)
     yield one
     for process in one.running:
@@ -126,9 +127,7 @@ def test_a_signal_holds_the_step_under_way_and_says_so(
     assert alone.newest() == undisturbed
 
 
-def test_a_failed_save_is_raised_at_a_later_step_with_its_step(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_failed_save_is_raised_at_a_later_step_with_its_step(alone: Alone) -> None:
     process = alone.start(STEPS=100_000, STEP_S="0.02")
     wait_for(lambda: alone.folder.exists() and alone.steps(), what="a checkpoint", timeout_s=120)
     # Whoever wrote there is no longer wanted: another training took the folder over.
@@ -159,27 +158,26 @@ def test_another_model_over_an_old_folder_is_refused_by_leaf(alone: Alone) -> No
     assert alone.steps() == [10]
 
 
+def _fill(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+
+
 @pytest.mark.parametrize(
     ("prepare", "says"),
     [
         pytest.param(lambda p: p.write_text("a file"), "a file", id="a file"),
-        pytest.param(lambda p: _fill(p), "notes.txt", id="something else"),
+        pytest.param(_fill, "notes.txt", id="something else"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(
-    prepare: object, says: str, alone: Alone
+    prepare: Callable[[Path], object], says: str, alone: Alone
 ) -> None:
-    assert callable(prepare)
     prepare(alone.folder)
     code, errors = alone.run(STEPS=5)
     assert code != 0
     assert says in errors
     assert "Traceback" not in errors
-
-
-def _fill(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
 
 
 def test_a_finished_run_has_nothing_left_to_do(alone: Alone) -> None:

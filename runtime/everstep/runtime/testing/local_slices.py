@@ -254,6 +254,8 @@ class LocalSlices:
             ],
             pass_fds=[theirs.fileno()],
             env=self._environment,
+            # What jaxlib's service says of each connection is of no use to a test.
+            stderr=subprocess.DEVNULL,
         )
         self._closing += [process, contextlib.closing(ours), contextlib.closing(line)]
         order = Serve(

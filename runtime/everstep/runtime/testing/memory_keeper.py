@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
@@ -73,9 +74,9 @@ class MemoryKeeper:
             state = build_fresh()
         else:
             leaves, treedef = jax.tree.flatten(self.states[step])
-            # A copy: jax may use a numpy array as it is, and the program may donate it.
+            # jax may use a numpy array as it is, and the program may donate it: hence the copies.
             placed = [
-                leaf if sharding is None else jax.device_put(np.array(leaf), sharding)
+                leaf if sharding is None else jax.device_put(_copy(leaf), sharding)
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
             state = jax.tree.unflatten(treedef, placed)
@@ -87,9 +88,8 @@ class MemoryKeeper:
         del is_required
         if self._before is not None:
             reflatten(state, self._before)
-        self.states[step] = jax.tree.map(
-            lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) else leaf, state
-        )
+        self.states.pop(step, None)
+        self.states[step] = jax.tree.map(_copy, state)
         return True
 
     def note_first_step(self, step: Step) -> None:
@@ -109,6 +109,14 @@ class MemoryKeeper:
 
     def close(self) -> None:
         """See `Keeper.close`."""
+
+
+def _copy(leaf: Any) -> Any:
+    """A copy on the host; of typed keys one on the device, which is theirs alone."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = np.array(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(leaf)))
+    return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _make_control() -> ControlBlock:
