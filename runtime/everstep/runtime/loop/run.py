@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.runtime.agent.control import ControlBlock
 from everstep.runtime.agent.link import HoldKind, Word, WorkerPhase
-from everstep.runtime.errors import ConfigurationError, check
+from everstep.runtime.errors import ConfigurationError
 from everstep.runtime.loop import data, placement, randomness
 from everstep.runtime.loop.ending import Leave
 from everstep.runtime.loop.keeper import Facts, Keeper
@@ -57,7 +57,6 @@ class Run:
         self._step: int | None = None  # Finished steps; None before `restore`.
         self._step_started = -1
         self._step_last = NEVER
-        self._step_held = -1
         self._is_first = True
         self._has_left = False
         self._durable_every = facts.durable_every_steps or NEVER
@@ -212,12 +211,8 @@ class Run:
             or self._keeper.failure is not None
         ):
             self._meet_boundary(Step(after), state, hold)
-        elif hold >= 0:
-            # The members agree on a step that none of them has reached (agent.agreement).
-            check(
-                hold > after or hold == self._step_held,
-                f"asked to hold step {hold}, but step {after} is done",
-            )
+        # A hold of an earlier step came a moment too late: the agent sees that from `STEP_DONE`,
+        # says no to it, and a later step is proposed (agent.agreement).
 
     def _meet_boundary(self, step: Step, state: Any, hold: int) -> None:
         """Everything that is not on the path of an ordinary step."""
@@ -234,7 +229,6 @@ class Run:
             self._metrics.drain()
         if hold != step:
             return
-        self._step_held = step
         if self._control.read(Word.HOLD_KIND) == HoldKind.LEAVE and not is_last:
             self._has_left = True
             raise Leave(step)
