@@ -26,7 +26,7 @@ def write(folder: Path, data: bytes) -> None:
 
 def channel_in(folder: Path) -> tuple[LocalChannel, CapturingLogger]:
     log = CapturingLogger()
-    return LocalChannel(folder, host(0), log), log  # type: ignore[arg-type]
+    return LocalChannel(folder, host(0), log), log
 
 
 async def next_of(directives: AsyncIterator[Directive], timeout_s: float = 5.0) -> Directive:
@@ -123,4 +123,4 @@ def test_a_folder_that_vanished_ends_no_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["", "kube:x", "local:relative", "local:/no/such/folder"])
 def test_a_channel_that_cannot_be_is_refused_by_name(uri: str) -> None:
     with pytest.raises(ConfigurationError, match="--channel"):
-        open_channel(uri, host(0), CapturingLogger())  # type: ignore[arg-type]
+        open_channel(uri, host(0), CapturingLogger())

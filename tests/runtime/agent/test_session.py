@@ -226,11 +226,11 @@ def test_done_is_reported_only_when_the_last_step_is_durable() -> None:  # C001,
     lead = Host()
     lead.run(directive(1, [0, 1]))
     assert life.MakeFinal(step=Step(5)) in lead.end(kind=EndKind.DONE, code=0)
-    assert lead.state.phase is HostPhase.RUNNING
-    lead.feed(life.StepCommitted(step=Step(4), at_s=101.0))
-    assert lead.state.phase is HostPhase.RUNNING
-    lead.feed(life.StepCommitted(step=Step(5), at_s=102.0))
-    assert lead.state.phase is HostPhase.DONE
+    phases: list[HostPhase] = [lead.state.phase]
+    for step in (4, 5):
+        lead.feed(life.StepCommitted(step=Step(step), at_s=101.0))
+        phases.append(lead.state.phase)
+    assert phases == [HostPhase.RUNNING, HostPhase.RUNNING, HostPhase.DONE]
     member = Host(slice_id=1)
     member.run(directive(1, [0, 1]))
     member.feed(life.StepCommitted(step=Step(5), at_s=101.0))

@@ -175,9 +175,9 @@ def _number(request: web.Request, name: str) -> int | None:
 def _progress(answers: Answers) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         held = _number(request, "held")
-        wait_ms = _number(request, "wait_ms") or 0
+        wait_s = _number(request, "wait_s") or 0
         step = None if held is None else Step(held)
-        return _json(await answers.progress(step, wait_ms / 1000))
+        return _json(await answers.progress(step, wait_s))
 
     return handler
 

@@ -8,7 +8,7 @@ A request of another incarnation is answered 409 with `Refused`, both numbers in
 | method and path | body → answer | who serves |
 |---|---|---|
 | `POST /v1/join` | `Join` → `Joined`, held open until all are in, or the deadline | lead |
-| `GET /v1/progress` | → `Progress`; with `?held=S&wait_ms=T` once S is held, or after T | members |
+| `GET /v1/progress` | → `Progress`; `?held=S&wait_s=T` waits until S is held, or T | members |
 | `POST /v1/hold` | `Hold` → `HoldAnswer` | members |
 | `GET /v1/holdings[?step=S]` | → `Inventory` | members |
 | `POST /v1/take` | `Take` → `Taken`; copies regions from peers into own memory | survivors |

@@ -190,9 +190,9 @@ class _Zygote:
                 os.close(pidfd)
             prepare_worker_signals()
             self._enter(socket.socket(fileno=link_fd), control_fd, slots)
-        except BaseException:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             # Nothing of the zygote's own stack may go on in the worker, whatever was raised.
-            sys.excepthook(*sys.exc_info())
+            sys.excepthook(type(error), error, error.__traceback__)
             _leave(1)
 
     def _reap(self, pidfd: int) -> None:

@@ -37,6 +37,7 @@ from everstep.runtime.agent.supervisor.parcels import Parcels
 from everstep.runtime.agent.supervisor.programs import Program, ProgramEnded
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.supervisor.snapshots import Snapshots
+from everstep.runtime.agent.supervisor.tuning import tune_cadence
 from everstep.runtime.agent.wire import Join, Joined, NoticePosted
 from everstep.runtime.clock import Clock
 from everstep.runtime.errors import ConfigurationError, EverstepError, Fenced
@@ -354,6 +355,8 @@ class Host:
         burial.add_done_callback(self._burials.discard)
         if scope.directive.lead == self.options.host:
             scope.spawn(self.checkpoints.keep_writing(scope), "checkpoints")
+            if scope.directive.settings.snapshot_every_steps is None:
+                scope.spawn(tune_cadence(self, scope), "cadence")
         self.parcels.begin(scope)
         self.feed(life.WorkerStarted(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
 
@@ -363,7 +366,7 @@ class Host:
     def _cadence_at_start(self) -> int:
         directive = self.session.directive
         given = directive.settings.snapshot_every_steps if directive is not None else None
-        return self.every_steps if given is None else given
+        return CADENCE_UNTIL_MEASURED if given is None else given
 
     def _describe_end(self, ended: ProgramEnded) -> str:
         command = self.options.command[0]

@@ -50,7 +50,7 @@ class Members:
         """The member's progress as soon as it holds the step, or after `wait_s`."""
         if host == self.own:
             return await self._answers.progress(step, wait_s)
-        path = f"/v1/progress?held={step}&wait_ms={round(wait_s * 1000)}"
+        path = f"/v1/progress?held={step}&wait_s={max(1, round(wait_s))}"
         return await self._client.get(
             self.peers[host], path, Progress, timeout_s=wait_s + REPLY_TIMEOUT_S
         )

@@ -50,6 +50,7 @@ class Snapshots:
         self._coming: set[Step] = set()
         """Steps captured in this incarnation whose checksums are being computed."""
         self.copy_s: float | None = None
+        self.complete_s: float | None = None
         self.refused: str | None = None
 
     def begin(self, assignment: Assignment) -> tuple[int, ...]:
@@ -123,6 +124,7 @@ class Snapshots:
 
     async def _complete(self, frame: Captured) -> None:
         incarnation = self._incarnation
+        began_s = asyncio.get_running_loop().time()
         completing = asyncio.create_task(
             self.shelf.complete(frame.slot, frame.step, incarnation, dict(frame.extra))
         )
@@ -134,6 +136,7 @@ class Snapshots:
             await completing
         finally:
             self._coming.discard(frame.step)
+        self.complete_s = asyncio.get_running_loop().time() - began_s
         if incarnation == self._incarnation:
             self._held_here.add(frame.step)
         self.grant()
