@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import enum
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +148,7 @@ class Color(enum.IntEnum):
         (b"x", "bytes"),
         (Path("/"), "Path"),
         (Color.RED, "Color"),
-        (datetime.date(2026, 1, 1), "date"),
+        (dt.date(2026, 1, 1), "date"),
         (object(), "object"),
         ({1, 2}, "set"),
         (np.array(["x"]), "<U1"),

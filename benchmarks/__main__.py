@@ -1,0 +1,105 @@
+"""`python -m benchmarks [NAME] [--seed N] [--quick] [--out FOLDER]`: measure, write, and print.
+
+The exit code is 0 also where a figure falls short: a slow day is no bug, and the table says it.
+It is 1 when a benchmark could not measure, 2 when there is none of that name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import Arguments, Figure, Results, available, load, machine, write
+
+OUT = Path(".everstep/bench")
+ALL = "all"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", nargs="?", default=ALL, help=f"{ALL}, {', '.join(available())}")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, small states")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
+    asked = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if asked.name == ALL:
+        return _run_all(given)
+    if asked.name not in available():
+        print(f"no benchmark {asked.name!r}; there are {', '.join(available())}", file=sys.stderr)
+        return 2
+    figures = load(asked.name).run(Arguments(seed=asked.seed, quick=asked.quick))
+    command = " ".join(["python -m benchmarks", *given])
+    results = Results(figures=tuple(figures), machine=machine(), command=command)
+    path: Path = asked.out / f"{asked.name}.json"
+    write(results, path)
+    show(asked.name, results, path)
+    return 0
+
+
+def _run_all(given: list[str]) -> int:
+    """Each in a process of its own: they want other devices, and must not warm each other up."""
+    failed = 0
+    rest = [word for word in given if word != ALL]
+    for name in available():
+        done = subprocess.run([sys.executable, "-m", "benchmarks", name, *rest], check=False)
+        failed |= done.returncode != 0
+    return int(failed)
+
+
+def show(name: str, results: Results, path: Path) -> None:
+    """Print the figures as a table."""
+    table = Table(title=f"{name}: {results.machine['cores']} cores, load {results.machine['load']}")
+    for heading in ("figure", "value", "against", "ratio", "reach", "holds"):
+        is_number = heading in ("value", "ratio")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for figure in results.figures:
+        table.add_row(*_row(figure))
+    console = Console()
+    console.print(table)
+    console.print(f"written to {path}", style="dim")
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    against = ""
+    if figure.against is not None:
+        against = figure.against
+        if figure.against_value is not None:
+            against += f": {amount(figure.against_value, figure.unit)}"
+    holds = {True: "yes", False: "NO", None: ""}[figure.holds]
+    return (
+        figure.name,
+        amount(figure.value, figure.unit),
+        against,
+        "" if figure.ratio is None else f"{figure.ratio:.2f}",
+        figure.reach or "",
+        holds,
+    )
+
+
+def amount(value: float, unit: str) -> str:
+    """A value with its unit, seconds and bytes in the size that reads best."""
+    scales = {
+        "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+        "bytes": ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")),
+    }.get(unit, ())
+    for size, name in scales:
+        if abs(value) >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:.4g} {unit}".strip()
+
+
+def read(path: Path) -> Results:
+    """Results that were written before."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
