@@ -79,6 +79,11 @@ def find_demand(turn: Turn) -> Demand | None:
     return _find_checkpoint(turn)
 
 
+def deadline_text(turn: Turn) -> str:
+    limit_s = turn.spec.active_deadline_seconds or 0.0
+    return f"The job ran longer than {limit_s:g} s (spec.activeDeadlineSeconds)."
+
+
 def active_until_s(turn: Turn) -> float | None:
     limit_s, since_s = turn.spec.active_deadline_seconds, turn.ledger.started_at_s
     return None if limit_s is None or since_s is None else since_s + limit_s
@@ -245,14 +250,16 @@ def _conclude(turn: Turn, incident: Incident, demand: Demand | None, answer: Hel
         learnt_s = max(drain_s, 0.7 * (turn.ledger.budget_learnt_s or 0.0))
         turn.change(budget_learnt_s=round(learnt_s, 3))
     members = turn.ledger.members
+    if not _is_demanded(turn, incident, demand):
+        _revoke(turn, incident, answer, drain_s)
+        return
     reason = _REASONS[incident.kind]
     cause = Cause(reason=reason, at_s=incident.cause_at_s, slice=incident.slice)
     match incident.kind:
         case IncidentKind.DELETE:
             finish(turn, Reason.DELETED, "The job was deleted.")
         case IncidentKind.DEADLINE:
-            limit_s = turn.spec.active_deadline_seconds
-            finish(turn, reason, f"The job ran longer than {limit_s:g} s.")
+            finish(turn, reason, deadline_text(turn))
         case IncidentKind.SUSPEND:
             halt(turn, cause, (), lost=False, drain_s=drain_s)
         case IncidentKind.CHECKPOINT:
@@ -269,16 +276,29 @@ def _conclude(turn: Turn, incident: Incident, demand: Demand | None, answer: Hel
             staying = [id_ for id_ in members if id_ not in incident.doomed]
             halt(turn, cause, staying, lost=False, drain_s=drain_s)
         case IncidentKind.NOTICE:
-            if any(turn.is_doomed(id_) for id_ in members):
-                surplus = demand.doomed if demand is not None else ()
-                conclude_notice(turn, also_leaving=surplus, drain_s=drain_s)
-            elif answer is None:
-                _withdraw(turn, incident)
-            else:
-                # Withdrawn at the last moment: who had left already comes back with everybody.
-                reason = Reason.NOTICE_WITHDRAWN
-                cause = Cause(reason=reason, at_s=turn.now_s, slice=incident.slice)
-                halt(turn, cause, members, lost=False, drain_s=drain_s)
+            surplus = demand.doomed if demand is not None else ()
+            conclude_notice(turn, also_leaving=surplus, drain_s=drain_s)
+
+
+def _is_demanded(turn: Turn, incident: Incident, demand: Demand | None) -> bool:
+    """Whether what the incident was opened for still stands at its end."""
+    if incident.kind is IncidentKind.NOTICE:
+        return any(turn.is_doomed(id_) for id_ in turn.ledger.members)
+    if incident.kind in (IncidentKind.SCALE_UP, IncidentKind.CHECKPOINT):
+        return True
+    # What is stronger than the incident includes it: a deleted job is suspended as well.
+    order = list(IncidentKind)
+    return demand is not None and order.index(demand.kind) <= order.index(incident.kind)
+
+
+def _revoke(turn: Turn, incident: Incident, answer: Held | None, drain_s: float) -> None:
+    """End a drain that nobody wants any more. Who had left comes back with everybody."""
+    if answer is None:
+        _withdraw(turn, incident)
+        return
+    reason = Reason.NOTICE_WITHDRAWN
+    cause = Cause(reason=reason, at_s=turn.now_s, slice=incident.slice)
+    halt(turn, cause, turn.ledger.members, lost=False, drain_s=drain_s)
 
 
 def conclude_notice(

@@ -70,10 +70,9 @@ def _judge_change(view: View, before: Ledger, plan: Plan) -> Iterator[str]:
         if before.stage is not Stage.RUN or after.members != before.members:
             yield "(1) members changed without a new incarnation"
     failed = after.budgets.failures > before.budgets.failures
-    reason = after.turnover.reason if after.turnover is not None else None
-    if failed and after.finish is None:
-        if reason is None or TABLE[reason].budget is not Budget.FAILURE:
-            yield f"(4) {reason} was counted as a failure"
+    reason = after.budgets.charge.reason if after.budgets.charge is not None else None
+    if failed and (reason is None or TABLE[reason].budget is not Budget.FAILURE):
+        yield f"(4) {reason} was counted as a failure"
 
 
 def _judge_actions(view: View, plan: Plan) -> Iterator[str]:

@@ -10,7 +10,12 @@ from everstep.controller.api.status import JobStatus
 from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.actions import derive_actions
 from everstep.controller.core.health import StandbyState, is_done, judge_standby
-from everstep.controller.core.incidents import active_until_s, advance_incident, call_back
+from everstep.controller.core.incidents import (
+    active_until_s,
+    advance_incident,
+    call_back,
+    deadline_text,
+)
 from everstep.controller.core.ledger import Ledger, Stage, Standby, Turnover
 from everstep.controller.core.losses import handle_losses, refuse
 from everstep.controller.core.model import Plan, View
@@ -129,8 +134,7 @@ def _leave_wait(turn: Turn) -> None:
         return
     ends_s = active_until_s(turn)
     if ends_s is not None and now_s >= ends_s:
-        limit_s = turn.spec.active_deadline_seconds
-        finish(turn, Reason.DEADLINE_EXCEEDED, f"The job ran longer than {limit_s:g} s.")
+        finish(turn, Reason.DEADLINE_EXCEEDED, deadline_text(turn))
         return
     if ends_s is not None:
         turn.wake_at(ends_s)
