@@ -51,6 +51,8 @@ def close_turnover(turn: Turn) -> Recovery | None:
             return None
     row = _complete(turn, turnover, figures)
     restored = max([one.step for one in figures], default=ledger.step_seen)
+    # What was shown until now may be of the lineage that ends here.
+    turn.step_published = restored
     turn.change(
         turnover=None,
         lineage=ledger.incarnation,
