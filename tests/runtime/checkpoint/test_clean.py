@@ -46,10 +46,10 @@ def test_dropped_steps_are_gone_and_the_newest_two_never(store: Store) -> None:
 
 
 class DiesDeleting(MemoryStore):
-    is_dead = False
+    is_killed = False
 
     def delete_tree(self, path: str) -> None:
-        if self.is_dead:
+        if self.is_killed:
             raise StorageUnavailable("killed here")
         super().delete_tree(path)
 
@@ -59,29 +59,29 @@ def test_a_step_is_dropped_before_its_folder_is_deleted() -> None:
     ledger = claimed(store)
     for step in (10, 20, 30):
         save(store, ledger, step, TREE, VALUES)
-    store.is_dead = True
+    store.is_killed = True
     with pytest.raises(StorageUnavailable):
         drop(store, ledger, [Step(10)])
     assert steps(store) == [20, 30]
     assert len(folders(store)) == 3
-    store.is_dead = False
+    store.is_killed = False
     assert len(collect(store, claimed(store, 2))) == 1
     assert len(folders(store)) == 2
 
 
-def test_drafts_of_dead_incarnations_are_collected_and_own_ones_are_not(store: Store) -> None:
+def test_drafts_of_earlier_incarnations_are_collected_and_own_ones_are_not(store: Store) -> None:
     # C009, C035
     old = claimed(store, 1)
     save(store, old, 10, TREE, VALUES)
-    dead = begin(store, Step(20), Incarnation(1), ledger=old)
-    write_draft(store, dead, TREE, VALUES)
+    left = begin(store, Step(20), Incarnation(1), ledger=old)
+    write_draft(store, left, TREE, VALUES)
     ledger = claimed(store, 2)
     mine = begin(store, Step(20), Incarnation(2), ledger=ledger)
     write_draft(store, mine, TREE, VALUES)
     with pytest.raises(Fenced):
         collect(store, old)
-    assert dead in folders(store)
-    assert collect(store, ledger) == (dead,)
+    assert left in folders(store)
+    assert collect(store, ledger) == (left,)
     assert mine in folders(store)
     assert steps(store) == [10]
 

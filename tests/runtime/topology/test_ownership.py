@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from checkpoints import array, by_rows, holding, host, path, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoints import array, by_rows, holding, host, path, tree_of
 from everstep.controller.api.ids import HostId
 from everstep.runtime.errors import Infeasible, StateRefused
 from everstep.runtime.layout.boxes import Box, whole

@@ -7,7 +7,6 @@ it the step is complete. Nothing is renamed, so the same order works where a ren
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -64,16 +63,18 @@ def begin(
     """
     claim = _claim(store, incarnation, ledger)
     number = claim.number if claim is not None else 0
-    for attempt in itertools.count(1):
+    record = DraftRecord(
+        step=step, incarnation=incarnation, claim=number, nonce=secrets.token_hex(8)
+    )
+    attempt = 1
+    while True:
         draft = f"step-{step:010d}-{number:06d}-{attempt}"
-        if store.exists(draft):
-            continue
-        record = DraftRecord(
-            step=step, incarnation=incarnation, claim=number, nonce=secrets.token_hex(8)
-        )
-        if store.create_exclusive(f"{draft}/{DRAFT_RECORD}", msgspec.json.encode(record)):
+        is_free = not store.exists(draft)
+        if is_free and store.create_exclusive(
+            f"{draft}/{DRAFT_RECORD}", msgspec.json.encode(record)
+        ):
             return draft
-    raise AssertionError
+        attempt += 1
 
 
 def discard(store: Store, draft: str, *, ledger: RunLedger) -> None:

@@ -12,7 +12,13 @@ import threading
 from collections.abc import Callable, Mapping
 
 from everstep.controller.api.ids import Incarnation, Step
-from everstep.runtime.errors import Fenced, ManifestCorrupt, StorageRefused, check
+from everstep.runtime.errors import (
+    Fenced,
+    InvariantViolated,
+    ManifestCorrupt,
+    StorageRefused,
+    check,
+)
 from everstep.runtime.storage import history
 from everstep.runtime.storage.history import (
     Claim,
@@ -186,8 +192,7 @@ class RunLedger:
             self.refresh()
             claim = self._claim
             if claim is None:
-                check(False, "a ledger is written to before it was claimed")
-                raise AssertionError
+                raise InvariantViolated("a ledger is written to before it was claimed")
             newest = self.newest_claim
             if newest is not None and newest.number != claim.number:
                 raise self._fenced(claim.incarnation, newest, claim.job_uid)
