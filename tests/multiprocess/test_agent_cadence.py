@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from agent_rig import Rig, host, settings_of
 from waiting import wait_for
 

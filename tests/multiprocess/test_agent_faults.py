@@ -97,6 +97,25 @@ def test_a_killed_zygote_takes_its_worker_with_it_and_another_is_started(rig: Ri
     assert rig.zygote(host(1)).pid != old.pid
 
 
+def test_a_frozen_zygote_is_given_up_at_the_start_deadline(rig: Rig) -> None:  # G7
+    rig.settings = settings_of(rig.folder, start_grace_s=2.0)
+    rig.start(host(0))
+    wait_for(lambda: rig.report(host(0)), what="the agent to be up")
+    rig.zygote(host(0)).send_signal(signal.SIGSTOP)
+    rig.direct(1, {0: 1})
+    assert exit_of(rig, 0).cause is ExitCause.HUNG
+    rig.direct(2, {0: 1}, settings=settings_of(rig.folder))
+    rig.wait_running(host(0), incarnation=2)
+
+
+def test_a_wrong_order_of_timeouts_is_refused_with_both_values(rig: Rig) -> None:
+    rig.settings = settings_of(rig.folder, report_timeout_s=30.0)
+    rig.start(host(0))
+    rig.direct(1, {0: 1})
+    assert rig.agents[host(0)].wait(20) == 2
+    assert "progressSeconds: found '10 s', expected more than reportSeconds (30 s)" in rig.logs()
+
+
 def test_a_lost_coordinator_ends_the_incarnation_as_a_consequence(rig: Rig) -> None:
     run(rig)
     rig.coordinator(host(0)).kill()

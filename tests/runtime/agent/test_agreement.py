@@ -130,6 +130,13 @@ def test_the_deadline_settles_in_every_stage() -> None:  # A3, G7
         assert [type(effect) for effect in effects] == [Settle]
 
 
+def test_a_worker_that_ends_before_the_step_means_that_memory_decides() -> None:
+    state, _ = asked(start(), 7, 7, 7)
+    state, _ = feed(state, *accepts(8), *accepts(8))
+    state, effects = feed(state, agreement.WorkerGone(host=host(1)))
+    assert [type(effect) for effect in effects] == [Settle]
+
+
 def test_rounds_are_bounded() -> None:  # A3
     state, effects = asked(start(), 0, 0, 0)
     rounds = 0

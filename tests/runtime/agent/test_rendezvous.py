@@ -144,6 +144,12 @@ def test_unreadable_storage_is_not_absence() -> None:  # R4, C012, C014
     assert with_memory.step == 4
 
 
+def test_memory_older_than_a_known_checkpoint_is_not_gone_back_to() -> None:  # R4
+    inventories = [inventory(holding(host(0), 4))]
+    assert isinstance(choose(inventories, "no answer", step_committed=Step(6)), NoChoice)
+    assert isinstance(choose(inventories, "no answer", step_committed=Step(4)), Choice)
+
+
 def test_all_checkpoints_set_aside_is_no_fresh_start() -> None:
     choice = choose([], [committed(6)], [Step(6)])
     assert isinstance(choice, NoChoice)

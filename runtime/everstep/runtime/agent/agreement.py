@@ -88,11 +88,18 @@ class StepHeld:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """A member's worker ended before it held the step."""
+
+    host: HostId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUp:
     """No time is left to wait for a boundary."""
 
 
-Event = Begun | ProgressSeen | MemberSilent | HoldAnswered | StepHeld | TimeUp
+Event = Begun | ProgressSeen | MemberSilent | HoldAnswered | StepHeld | WorkerGone | TimeUp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +169,8 @@ def step(state: Agreement, event: Event) -> tuple[Agreement, tuple[Effect, ...]]
             return _take_answer(state, event)
         case StepHeld():
             return _take_held(state, event)
+        case WorkerGone():
+            return _settle(state, f"the worker of host {event.host} ended before the agreed step")
         case TimeUp():
             return _settle(state, "the deadline is near and no step boundary was reached")
         case _:

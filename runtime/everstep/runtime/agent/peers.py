@@ -53,6 +53,10 @@ def peers_of(directive: Directive) -> dict[HostId, Peer]:
     }
 
 
+class PeerAhead(Fenced):
+    """A member knows a newer incarnation; the directive that says so is on its way here."""
+
+
 class PeerClient:
     """Requests to other agents; to be closed."""
 
@@ -77,7 +81,7 @@ class PeerClient:
         """POST a body and decode the answer. Tries again while the peer is not there or not ready.
 
         Raises:
-            Fenced: the peer is in a newer incarnation.
+            PeerAhead: the peer is in a newer incarnation.
             PeerUnavailable: no answer within `timeout_s`; names the host and the last reason.
         """
         return await self._ask("POST", peer, path, msgspec.json.encode(body), answer, timeout_s)
@@ -131,7 +135,7 @@ class PeerClient:
             raise _TryAgain(msgspec.json.decode(content, type=Refused).message)
         if status == STATUS_FENCED:
             refused = msgspec.json.decode(content, type=Refused)
-            raise Fenced(own=refused.yours, newest=refused.mine, where=f"host {peer.host}")
+            raise PeerAhead(own=refused.yours, newest=refused.mine, where=f"host {peer.host}")
         if status >= 500:
             raise _TryAgain(f"status {status}")
         if status >= 400:

@@ -97,6 +97,8 @@ def choose(
     inventories: Sequence[Inventory],
     commits: Sequence[Committed] | str,
     set_aside: Sequence[Step] = (),
+    *,
+    step_committed: Step | None = None,
 ) -> Choice | NoChoice:
     """Find the newest step that can be restored whole; at equal step, memory is preferred.
 
@@ -104,6 +106,8 @@ def choose(
         inventories: one a host.
         commits: of the run's ledger, any order; or, in words, why they cannot be read.
         set_aside: steps that crashed the worker right after their restore.
+        step_committed: known to be committed, should storage not answer: memory that is older is
+            then not gone back to.
     """
     groups, trees = _group(inventories, set_aside)
     stored = (
@@ -112,7 +116,10 @@ def choose(
         else {}
     )
     open_regions: list[str] = []
+    least = step_committed if isinstance(commits, str) and step_committed is not None else 0
     for step in sorted({group[0] for group in groups} | set(stored), reverse=True):
+        if step < least:
+            break
         # Newest incarnation first: at an equal step it is the one that was continued last.
         at_step = sorted((g for g in groups if g[0] == step), key=lambda g: -g[1])
         for group in at_step:

@@ -66,7 +66,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     is_training: bool
     """False while importing, restoring or compiling: no step boundary is near."""
     step_held: Step | None
-    """Newest complete snapshot in memory."""
+    """Newest complete snapshot in memory; the one that was waited for, when it is held."""
+    has_worker: bool = True
+    """False when no worker lives here: no later step will be held."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.runtime.agent.link import HoldKind, Word, WorkerPhase
@@ -29,6 +30,8 @@ from everstep.runtime.layout.manifest import Inventory, SnapshotManifest
 if TYPE_CHECKING:
     from everstep.runtime.agent.supervisor.host import Host
 
+WAIT_S_MAX = 30.0
+LAST_FRAMES_S = 0.5
 COMPLETING_S = 5.0
 """How long a capture that was seen may take to be checksummed."""
 
@@ -63,9 +66,10 @@ class HostAnswers:
 
     async def progress(self, wait_held: Step | None, wait_s: float) -> Progress:
         snapshots = self._snapshots
-        if wait_held is not None and snapshots is not None:
-            await snapshots.wait_held(wait_held, min(wait_s, 30.0))
         scope = self._host.scope
+        if wait_held is not None and snapshots is not None:
+            worker = None if scope is None else scope.worker
+            await _wait_held(snapshots, worker, wait_held, min(wait_s, WAIT_S_MAX))
         step, is_training = self._host.session.step, False
         if scope is not None and scope.worker is not None:
             control = scope.worker.control
@@ -79,6 +83,7 @@ class HostAnswers:
             step_done=step,
             is_training=is_training,
             step_held=held,
+            has_worker=scope is not None and scope.worker is not None,
         )
 
     async def hold(self, hold: Hold) -> HoldAnswer:
@@ -161,6 +166,24 @@ class HostAnswers:
 
     def holding_fd(self, holding_id: str) -> int:
         return self._present().shelf.fd(holding_id)
+
+
+async def _wait_held(
+    snapshots: Snapshots, worker: WorkerProcess | None, step: Step, wait_s: float
+) -> None:
+    """Wait until the step is held, or the worker can no longer make it so, or `wait_s` is over."""
+    if worker is None or worker.exited.done():
+        await snapshots.settle()
+        return
+    holding = asyncio.ensure_future(snapshots.wait_held(step, wait_s))
+    try:
+        either: set[asyncio.Future[Any]] = {holding, worker.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        holding.cancel()
+    if worker.exited.done():
+        # Its last frames are being read; what it captured is then complete in a moment.
+        await snapshots.wait_held(step, min(wait_s, LAST_FRAMES_S))
 
 
 def _step_done(worker: WorkerProcess) -> Step:

@@ -224,6 +224,9 @@ class _Agreeing:
             if progress.step_held == step:
                 self._events.put_nowait(agreement.StepHeld(host=host, step=step))
                 return
+            if not progress.has_worker:
+                self._events.put_nowait(agreement.WorkerGone(host=host))
+                return
 
 
 async def _gather_inventories(

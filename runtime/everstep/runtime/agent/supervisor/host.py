@@ -20,8 +20,8 @@ from everstep.controller.api.wire import Directive, NoticeReport, Request, Reque
 from everstep.runtime.agent import session as life
 from everstep.runtime.agent.channel import Channel
 from everstep.runtime.agent.control import ControlBlock
-from everstep.runtime.agent.link import Assignment, Word
-from everstep.runtime.agent.peers import PeerClient
+from everstep.runtime.agent.link import Assignment, Ending, EndKind, Word
+from everstep.runtime.agent.peers import PeerAhead, PeerClient
 from everstep.runtime.agent.process import adopt_orphans, children_of, end_strays
 from everstep.runtime.agent.server import build_app
 from everstep.runtime.agent.session import Session
@@ -34,7 +34,7 @@ from everstep.runtime.agent.supervisor.holding import serve_request
 from everstep.runtime.agent.supervisor.joining import LeadJoin, Preparations, ask_lead
 from everstep.runtime.agent.supervisor.members import Members
 from everstep.runtime.agent.supervisor.parcels import Parcels
-from everstep.runtime.agent.supervisor.programs import Program, ProgramEnded
+from everstep.runtime.agent.supervisor.programs import ExitStatus, Program, ProgramEnded
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.supervisor.snapshots import Snapshots
 from everstep.runtime.agent.supervisor.tuning import tune_cadence
@@ -47,6 +47,7 @@ POLL_S = 0.025
 """How often the control block is looked at while a worker lives; frames are acted on at once."""
 IDLE_POLL_S = 0.25
 CADENCE_UNTIL_MEASURED = 10
+EXIT_USAGE = 2
 EXIT_PORT_TAKEN = 78
 EXIT_FAILED = 70
 
@@ -141,6 +142,9 @@ class Host:
 
     def fail(self, error: BaseException) -> None:
         """Our own bug, or a machine that gives no more processes: end, and be started anew."""
+        if isinstance(error, PeerAhead):
+            self.log.info("superseded", why=str(error))
+            return
         if isinstance(error, Fenced):
             self.feed(life.FenceSeen(newest=Incarnation(error.newest), at_s=self.clock.unix_s()))
             return
@@ -163,6 +167,8 @@ class Host:
             check_order(directive.settings)
         except ConfigurationError as error:
             self.log.error("timeouts are in the wrong order", why=str(error))
+            self._leave(EXIT_USAGE)
+            return
         self.snapshots = Snapshots(self.options.host, directive.settings, self.log)
 
     async def _poll(self) -> None:
@@ -245,6 +251,7 @@ class Host:
                 prepare=Preparations(
                     claim=lambda: self.checkpoints.claim(directive),
                     start_service=lambda: self._start_service(scope),
+                    step_committed=self.session.step_committed,
                 ),
                 clock=self.clock,
                 log=self.log,
@@ -304,8 +311,7 @@ class Host:
 
         try:
             joined = await ask_lead(ask, by_s=by_s, clock=self.clock)
-        except Fenced as error:
-            # The lead knows a newer incarnation; the directive that says so is on its way here.
+        except PeerAhead as error:
             self.log.warning("join refused", why=str(error))
             return
         self.feed(
@@ -324,23 +330,17 @@ class Host:
         snapshots = self.snapshots
         if snapshots is None:
             return
-        own_slots = snapshots.begin(assignment)
         self._spared = children_of(os.getpid())
         try:
+            own_slots = snapshots.begin(assignment)
             worker = await self.program.launch(assignment, own_slots, self._prepare_control)
         except ProgramEnded as ended:
-            self.feed(
-                life.WorkerEnded(
-                    incarnation=scope.incarnation,
-                    ending=None,
-                    code=ended.status.code,
-                    signal=ended.status.signal,
-                    step=assignment.restore_step or Step(0),
-                    message=self._describe_end(ended),
-                    is_before_main=True,
-                    at_s=self.clock.unix_s(),
-                )
-            )
+            message = self._describe_end(ended)
+            self._not_started(scope, assignment, ended.status, message, ending=None)
+            return
+        except (KeyError, OSError) as error:
+            message = f"the worker could not be started: {error}"
+            self._not_started(scope, assignment, ExitStatus(), message, EndKind.STARTUP_FAILED)
             return
         scope.worker = worker
         if scope.is_ended:
@@ -359,6 +359,28 @@ class Host:
                 scope.spawn(tune_cadence(self, scope), "cadence")
         self.parcels.begin(scope)
         self.feed(life.WorkerStarted(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
+
+    def _not_started(
+        self,
+        scope: Scope,
+        assignment: Assignment,
+        status: ExitStatus,
+        message: str,
+        ending: EndKind | None,
+    ) -> None:
+        step = assignment.restore_step or Step(0)
+        self.feed(
+            life.WorkerEnded(
+                incarnation=scope.incarnation,
+                ending=None if ending is None else Ending(kind=ending, step=step, message=message),
+                code=status.code,
+                signal=status.signal,
+                step=step,
+                message=message,
+                is_before_main=True,
+                at_s=self.clock.unix_s(),
+            )
+        )
 
     def _prepare_control(self, control: ControlBlock) -> None:
         control.write(Word.SNAPSHOT_EVERY, self._cadence_at_start())
@@ -389,8 +411,12 @@ class Host:
 
     def _kill_worker(self, why: str) -> None:
         self.log.warning("ending the worker", why=why)
-        if self.scope is not None and self.scope.worker is not None:
+        if self.scope is None:
+            return
+        if self.scope.worker is not None:
             self.scope.worker.kill()
+        else:
+            self.program.abandon_launch()
 
     # Requests and notices.
 

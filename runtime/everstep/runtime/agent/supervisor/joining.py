@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger
 
-from everstep.controller.api.ids import HostId
+from everstep.controller.api.ids import HostId, Step
 from everstep.controller.api.wire import Directive
 from everstep.runtime.agent import rendezvous
-from everstep.runtime.agent.rendezvous import Committed, Gathering, NoChoice, Place
+from everstep.runtime.agent.rendezvous import Choice, Committed, Gathering, NoChoice, Place
 from everstep.runtime.agent.wire import Join, Joined
 from everstep.runtime.clock import Clock
 from everstep.runtime.errors import EverstepError, Fenced, PeerUnavailable
 
-FenceNote = Callable[[Fenced], None]
+STORAGE_PATIENCE_S = 5.0
+"""So long storage may keep a join waiting that could go on from memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Preparations:
     """Claim the run for this incarnation and read what is committed."""
     start_service: Callable[[], Awaitable[str]]
     """Start the coordination service; returns its address, empty for one process alone."""
+    step_committed: Step | None
+    """Newest commit that this host knows of, should storage not answer."""
 
 
 class LeadJoin:
@@ -87,8 +90,8 @@ class LeadJoin:
         try:
             async with asyncio.timeout(max(0.0, self._by_s - self._clock.unix_s())):
                 await self._complete.wait()
-                commits = await self._claimed(claiming)
                 address = await starting
+                commits = await self._claimed(claiming)
         except TimeoutError:
             self._answer(self._without())
         except EverstepError as error:
@@ -106,18 +109,37 @@ class LeadJoin:
     async def _claimed(
         self, claiming: asyncio.Future[Sequence[Committed]]
     ) -> Sequence[Committed] | str:
+        """What is committed; or why that is not known, once memory is seen to be enough (G3)."""
         try:
-            return await claiming
+            async with asyncio.timeout(STORAGE_PATIENCE_S):
+                return await asyncio.shield(claiming)
         except Fenced:
             raise
         except EverstepError as error:
             # Memory may hold everything; whether it does is for `choose` to say.
             return str(error)
+        except TimeoutError:
+            why = f"no answer within {STORAGE_PATIENCE_S:g} s"
+        if isinstance(self._choice(why), NoChoice):
+            try:
+                return await claiming
+            except Fenced:
+                raise
+            except EverstepError as error:
+                return str(error)
+        return why
+
+    def _choice(self, commits: Sequence[Committed] | str) -> Choice | NoChoice:
+        return rendezvous.choose(
+            [join.inventory for join in self._gathering.joins.values()],
+            commits,
+            self._gathering.directive.restore_set_aside,
+            step_committed=self._prepare.step_committed,
+        )
 
     def _choose(self, commits: Sequence[Committed] | str, address: str) -> None:
         directive = self._gathering.directive
-        inventories = [join.inventory for join in self._gathering.joins.values()]
-        choice = rendezvous.choose(inventories, commits, directive.restore_set_aside)
+        choice = self._choice(commits)
         if isinstance(choice, NoChoice):
             self._log.error("no step can be restored", why=choice.why)
         else:

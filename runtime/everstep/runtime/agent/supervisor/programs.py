@@ -131,12 +131,18 @@ class _Zygote:
             await self._link.send(Fork(), [theirs.fileno(), control_fd, *own_slots])
             try:
                 pid, pidfd = await self._forked
-            except (LinkClosed, ProgramEnded):
+            except LinkClosed:
                 ours.close()
                 os.close(control_fd)
                 if self.refused is not None:
                     return None
                 raise ProgramEnded(await self._exited) from None
+            except asyncio.CancelledError:
+                # Whatever is forked after all finds its link closed, and is killed by `_read`.
+                self._forked = None
+                ours.close()
+                os.close(control_fd)
+                raise
         worker = WorkerProcess(pid, pidfd, FrameStream(ours, WorkerFrame), control_fd)
         self._worker = worker
         return worker
@@ -157,6 +163,8 @@ class _Zygote:
                         if self._forked is not None and not self._forked.done():
                             self._forked.set_result((frame.pid, pidfd))
                         else:
+                            with contextlib.suppress(ProcessLookupError):
+                                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                             os.close(pidfd)
                     case Reaped():
                         if self._worker is not None and self._worker.pid == frame.pid:
@@ -177,6 +185,9 @@ class _Zygote:
         self._link.close()
         self._note_end(self)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         self._reading.cancel()
         self._link.close()
@@ -192,6 +203,7 @@ class Program:
         self._log = log
         self._zygote: _Zygote | None = None
         self._direct: subprocess.Popen[bytes] | None = None
+        self._is_abandoned = False
         self.fork_refused: str | None = None
         """Why workers are started in fresh interpreters; None while they are forked."""
 
@@ -227,6 +239,7 @@ class Program:
         Blocking: until the program's imports are done, when they are not.
         """
         worker: WorkerProcess | None = None
+        self._is_abandoned = False
         # A zygote that was killed is replaced once; one that ends by itself is the user's doing.
         for is_last in (False, True):
             self.warm()
@@ -235,7 +248,7 @@ class Program:
             try:
                 worker = await self._zygote.fork(own_slots)
             except ProgramEnded as ended:
-                if is_last or ended.status.signal is None:
+                if is_last or ended.status.signal is None or self._is_abandoned:
                     raise
                 continue
             if worker is None:
@@ -247,6 +260,12 @@ class Program:
         prepare(worker.control)
         await worker.assign(assignment, own_slots)
         return worker
+
+    def abandon_launch(self) -> None:
+        """End a launch that takes too long: the zygote is frozen, or its imports never end."""
+        self._is_abandoned = True
+        if self._zygote is not None:
+            self._zygote.kill()
 
     def _start_fresh(self) -> WorkerProcess:
         ours, theirs = socket.socketpair()
