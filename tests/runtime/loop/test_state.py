@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import enum
+import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,6 +229,17 @@ def test_a_tree_that_changed_between_saves_is_refused_by_name(
         reflatten({**BEFORE, **change}, flatten(BEFORE))
     assert caught.value.field == leaf
     assert words in str(caught.value)
+
+
+def test_what_is_kept_between_saves_holds_on_to_no_array() -> None:
+    state = {"a": jnp.ones((3,)), "n": 1, "none": None}
+    kept = flatten(state).without_values()
+    array = weakref.ref(state["a"])
+    del state
+    gc.collect()
+    assert array() is None
+    later = {"a": jnp.zeros((3,)), "n": 2, "none": None}
+    assert reflatten(later, kept).tree == flatten(later).tree
 
 
 def test_a_plain_value_may_change_between_saves() -> None:

@@ -30,6 +30,15 @@ class FlatState:
     treedef: TreeDef
     """Structure of the state, in which None and empty containers are containers."""
 
+    def without_values(self) -> FlatState:
+        """The same tree and structure, holding on to no array.
+
+        For whoever keeps one from step to step: the arrays of an old step are device memory.
+        """
+        return FlatState(
+            tree=self.tree, values=(None,) * len(self.tree.leaves), treedef=self.treedef
+        )
+
     def unflatten(self, values: Sequence[object]) -> object:
         """Put a state of this structure together from values in the order of `tree.leaves`."""
         return self.treedef.unflatten(

@@ -68,6 +68,8 @@ def flatten(state: object) -> FlatState:
 def reflatten(state: object, before: FlatState) -> FlatState:
     """Take apart a later state of the same training, much faster than `flatten`.
 
+    The values of `before` are not looked at; keep it `without_values`.
+
     Raises:
         StateRefused: the structure, a shape, a dtype or the kind of a leaf differs from before;
             all of them are named.
