@@ -162,7 +162,7 @@ class FolderKeeper:
 
     def _divide(self, flat: FlatState) -> CapturePlan:
         plan = CapturePlan(flat)
-        self._before, self._plan = flat, plan
+        self._before, self._plan = flat.without_values(), plan
         self._free = queue.SimpleQueue()
         for _ in range(BUFFERS):
             self._free.put(np.zeros(plan.plot.size_bytes, np.uint8))

@@ -69,7 +69,7 @@ class AgentSlots:
         writer = SlotWriter(fds, frame.size_bytes, plan.plot)
         for fd in fds:
             os.close(fd)
-        self._before, self._plan, self._writer = flat, plan, writer
+        self._before, self._plan, self._writer = flat.without_values(), plan, writer
         self._slot_used = NO_SLOT
         return plan, writer
 
