@@ -78,10 +78,13 @@ def _figures(turn: Turn, old: JobStatus) -> dict[str, object]:
     current = [report for _, _, report in turn.current_reports()]
     lead = turn.lead_report()
     held = [one.step_snapshot for one in current if one.step_snapshot is not None]
+    # A commit is a fact whoever tells of it: also an agent that has just left the incarnation with
+    # the step made durable, which is the last that is heard of it.
+    heard = [turn.report(host) for one in turn.view.slices for host in one.hosts]
     commits = [
         LastCommitted(step=one.step_committed, completed_at_s=one.committed_at_s)
-        for one in current
-        if one.step_committed is not None
+        for one in heard
+        if one is not None and one.step_committed is not None
     ]
     if old.checkpoint.last_committed is not None:
         commits.append(old.checkpoint.last_committed)
