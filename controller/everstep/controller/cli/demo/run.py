@@ -81,12 +81,6 @@ class Run:
             return JobStatus()
         return msgspec.convert(document.get("status") or {}, JobStatus)
 
-    def controller_pid(self) -> int | None:
-        try:
-            return int((self.folder / "local" / "controller.lock").read_text().split()[0])
-        except (FileNotFoundError, IndexError, ValueError):
-            return None
-
     def read_metrics(self) -> MetricsLine | None:
         """Take in the metrics written since the last call; the newest line, or None at first."""
         path = self.job_folder / "metrics.jsonl"

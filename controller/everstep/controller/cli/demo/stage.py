@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -19,6 +18,8 @@ from everstep.controller.api.status import JobStatus, Phase, Recovery
 from everstep.controller.cli.demo.program import Program, job_manifest
 from everstep.controller.cli.demo.run import Run, StageError
 from everstep.controller.cli.demo.story import Act, Deed, Story
+from everstep.controller.local.folder import StateFolder
+from everstep.controller.local.guard import signal_controller
 
 POLL_S = 0.02
 STEP_TIMEOUT_S = 180.0
@@ -176,12 +177,10 @@ class Stage:
             time.sleep(0.003)
 
     def _kill_controller(self) -> None:
-        pid = self.run.controller_pid()
-        if pid is None:
-            raise StageError("no controller to kill: controller.lock names no process")
-        self.run.echo(f"$ kill -9 {pid}    # the controller")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        # The function behind the verb: an interpreter start would come too late for a recovery.
+        self.run.echo("$ everstep local kill --controller")
+        if signal_controller(StateFolder(self.run.folder / "local"), signal.SIGKILL) is None:
+            raise StageError("there was no controller to kill")
 
     def _wait_for_step(self, step: int) -> None:
         def reached(status: JobStatus) -> bool:
