@@ -12,6 +12,7 @@ of the same names in capitals:
 | `--batch` | rows of 64 bytes in a batch | 12 |
 | `--logical-shards` | fixed parts of a batch | 12 |
 | `--reduction` | `ordered` or `fast` | ordered |
+| `--step-s` | seconds that a step takes at least, on a machine that is too fast to be watched | 0 |
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import functools
 import importlib
 import os
 import sysconfig
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,17 +53,19 @@ class Settings:
     batch: int
     logical_shards: int
     reduction: str
+    step_s: float
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:
     """Flags, else environment variables, else defaults."""
-    defaults: dict[str, int | str] = {
+    defaults: dict[str, int | str | float] = {
         "steps": 200,
         "data": -1,
         "fsdp": 1,
         "batch": 12,
         "logical_shards": 12,
         "reduction": "ordered",
+        "step_s": 0.0,
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in defaults.items():
@@ -195,10 +199,13 @@ def train(run: es.Run) -> None:
     )
     dataset = es.IndexedDataset(Windows(read_text()), batch_size=settings.batch, seed=0)
     for step in run.steps(settings.steps):
+        started_s = time.monotonic()
         params, optimizer_state, metrics = step_fn(
             state["params"], state["optimizer"], run.batch(dataset, step), run.key(step)
         )
         state = {"params": params, "optimizer": optimizer_state}
+        if settings.step_s:
+            time.sleep(max(0.0, started_s + settings.step_s - time.monotonic()))
         run.step_done(step, state, metrics)
 
 

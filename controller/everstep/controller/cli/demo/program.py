@@ -21,7 +21,9 @@ class Program:
 LANGUAGE_MODEL = Program(
     module="everstep.runtime.examples.language_model",
     devices_per_host=2,
-    environment={"DATA": "-1", "FSDP": "1", "REDUCTION": "ordered"},
+    # A step that is watched takes a while, as a real one does: capacity that returns is granted
+    # before the training is over, on any machine.
+    environment={"DATA": "-1", "FSDP": "1", "REDUCTION": "ordered", "STEP_S": "0.25"},
     snapshot_every_steps=5,
     checkpoint_every_steps=20,
 )

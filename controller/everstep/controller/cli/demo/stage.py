@@ -83,11 +83,16 @@ class Stage:
             name=self.run.name,
             slice_count=self.slice_count,
             checkpoints=(self.run.folder / "checkpoints" / self.run.name).absolute(),
-            environment={"STEPS": str(self.story.step_count)} | self._environment,
+            environment=self._settings(),
             python=sys.executable,
         )
         path.write_text(yaml.safe_dump(manifest, sort_keys=False))
         self.run.verb("apply", "-f", str(path))
+
+    def _settings(self) -> dict[str, str]:
+        # Nobody watches the steps of a run to which nothing happens.
+        pace: dict[str, str] = {} if self.story.acts else {"STEP_S": "0"}
+        return {"STEPS": str(self.story.step_count)} | pace | self._environment
 
     def _act(self, act: Act) -> Played | None:
         """Play one act; None when the training ended before the act was over."""
