@@ -59,7 +59,7 @@ class Worker(Enum):
     RESTORING = "restoring"
     TRAINING = "training"
     LEFT = "left"
-    DEAD = "dead"
+    ENDED = "ended"
     DONE = "done"
 
 
@@ -97,6 +97,8 @@ class Agent:
 @dataclass(slots=True, kw_only=True)
 class Timing:
     start_s: float = 0.4
+    import_s: float = 0.0
+    """From the first report until the program is imported."""
     join_s: float = 0.1
     restore_s: float = 0.2
     step_s: float = 0.1
@@ -433,7 +435,7 @@ class SimulatedJob:
             restored_step=restored,
         )
         agent.worker = {ExitCause.LEFT: Worker.LEFT, ExitCause.DONE: Worker.DONE}.get(
-            cause, Worker.DEAD
+            cause, Worker.ENDED
         )
         agent.phase_since_s = self.now_s
         if not alone:
@@ -586,7 +588,7 @@ class SimulatedJob:
             Worker.RESTORING: HostPhase.RESTORING,
             Worker.TRAINING: HostPhase.RUNNING,
             Worker.LEFT: HostPhase.HELD,
-            Worker.DEAD: HostPhase.ENDED,
+            Worker.ENDED: HostPhase.ENDED,
             Worker.DONE: HostPhase.DONE,
         }
         old = agent.report
@@ -612,6 +614,7 @@ class SimulatedJob:
             missing=agent.missing,
             notice=agent.notice,
             restore=agent.restore,
+            program_ready=self.now_s >= agent.born_s + self.timing.start_s + self.timing.import_s,
         )
 
     # What a test asks.

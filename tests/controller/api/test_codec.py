@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.controller.api.codec import (
@@ -239,6 +239,7 @@ def test_another_wire_version_is_refused() -> None:
             read(msgspec.json.encode(plain))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_text_can_do_worse_than_be_refused(text: bytes) -> None:
     with pytest.raises((SpecError, WireError)):
@@ -259,6 +260,7 @@ _PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["metadata", "spec", "kind"]),
     st.sampled_from(["slices", "template", "checkpoint", "runtime", "restart", "x"]),

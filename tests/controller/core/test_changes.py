@@ -47,7 +47,7 @@ def test_capacity_that_comes_back_is_grown_into_without_losing_a_step() -> None:
 
 
 def test_training_goes_on_while_the_new_agents_come_up() -> None:
-    job = training_job(timing=Timing(start_s=3))
+    job = training_job(timing=Timing(start_s=1, import_s=2))
     job.run(4)
     job.kill_slice(S1, capacity_gone=True)
     job.run(3)

@@ -193,7 +193,7 @@ def test_a_deadline_that_is_past_is_acted_on_at_once() -> None:
     assert requests(job) == []
 
 
-def test_a_deadline_far_away_does_not_make_a_dead_drain_wait_for_it() -> None:
+def test_a_drain_does_not_wait_for_a_deadline_far_away() -> None:
     job = training_job(timing=Timing(hold_s=1e6), scale_up={"mode": "Never"})
     job.notify(S1, 7200, NoticeClass.PLANNED)
     job.run(26)

@@ -246,6 +246,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restore: RestoreFigures | None = None
     fenced_by: Incarnation | None = None
     """A newer incarnation was seen in storage; this agent has stopped its worker."""
+    program_ready: bool = True
+    """Whether a worker could be started at once. False while the program is still being imported;
+    the members of a growing job train on meanwhile."""
     fork_refused: str | None = None
     """Why the user's program cannot be forked; a fresh interpreter is started instead."""
     storage_error: str | None = None

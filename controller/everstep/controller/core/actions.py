@@ -123,9 +123,11 @@ def _write_directive(turn: Turn, fresh_token: str) -> WriteDirective | None:
         return None
     if present is not None and replace(present, sequence=0) == wanted:
         return None
-    # Agents ignore what is not newer than what they saw, so a directive file that was lost must
-    # not make the numbers begin anew.
+    # Agents ignore what is not newer than what they saw, so a directive that was lost must not
+    # make the numbers begin anew. What nobody has reported yet is not known; the time is newer.
     seen = [0 if present is None else present.sequence]
+    if present is None and turn.ledger.incarnation_at_s != turn.now_s:
+        seen.append(int(turn.now_s * 1000))
     for one in turn.view.slices:
         for host in one.hosts:
             report = turn.report(host)

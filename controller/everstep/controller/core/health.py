@@ -147,7 +147,10 @@ def judge_standby(turn: Turn, entry: Standby) -> StandbyState:
         elif turn.now_s - report.renewed_at_s > timeouts.report_seconds:
             return StandbyState.FAILED
         else:
-            is_ready = is_ready and report.phase is not HostPhase.STARTING
+            is_warm = report.phase is not HostPhase.STARTING and report.program_ready
+            # A program that never gets ready has something to say, and says it when it joins.
+            is_late = turn.now_s >= entry.since_s + timeouts.join_seconds
+            is_ready = is_ready and (is_warm or is_late)
     return StandbyState.READY if is_ready else StandbyState.STARTING
 
 

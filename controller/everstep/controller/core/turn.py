@@ -40,6 +40,10 @@ class Turn:
     notices: dict[SliceId, Notice] = field(default_factory=dict[SliceId, Notice])
     """Every notice that the job heeds."""
     slices: dict[SliceId, SliceView] = field(default_factory=dict[SliceId, SliceView])
+    _reports_of: tuple[SliceId, ...] | None = None
+    _reports: list[tuple[SliceView, HostView, Report]] = field(
+        default_factory=list[tuple[SliceView, HostView, Report]]
+    )
 
     def __post_init__(self) -> None:
         self.slices = {one.id: one for one in self.view.slices}
@@ -75,6 +79,11 @@ class Turn:
 
     def member_reports(self) -> list[tuple[SliceView, HostView, Report]]:
         """Return the reports of all hosts of member slices, in rank order."""
+        if self._reports_of != self.ledger.members:
+            self._reports_of, self._reports = self.ledger.members, self._gather_reports()
+        return self._reports
+
+    def _gather_reports(self) -> list[tuple[SliceView, HostView, Report]]:
         found: list[tuple[SliceView, HostView, Report]] = []
         for id_ in self.ledger.members:
             one = self.slices.get(id_)
