@@ -48,7 +48,8 @@ from everstep.runtime.agent.zygote import prepare_worker_signals, serve
 from everstep.runtime.layout.boxes import Box
 from everstep.runtime.layout.manifest import Plot, Region, Shard
 from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
-from everstep.runtime.restore.fetch import Fetch, Target
+from everstep.runtime.restore.fetch import Fetch
+from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.peers import PeerMemory
 from everstep.runtime.restore.reshard import SourceHolding, SourceKind, plan_reads
 from everstep.runtime.snapshot.slots import SlotWriter

@@ -17,6 +17,7 @@ from everstep.runtime.agent.agreement import (
     Ask,
     AwaitHeld,
     Begun,
+    EndAt,
     Event,
     HoldAnswered,
     MemberSilent,
@@ -110,6 +111,28 @@ def test_members_that_are_not_training_mean_that_memory_decides() -> None:  # C0
     assert state.stage is Stage.SETTLED
 
 
+def passed(step: int, done: int, *hosts: HostId) -> list[Event]:
+    answer = HoldAnswer(accepted=True, step_done=Step(done))
+    return [HoldAnswered(host=who, step=Step(step), answer=answer) for who in hosts]
+
+
+def test_who_passed_the_step_is_ended_there_when_another_leaves_at_it() -> None:  # A4
+    state, _ = asked(start(), 7, 7, 7)
+    state, _ = feed(state, *accepts(8))
+    _, effects = feed(state, *passed(8, 7, host(0)), *passed(8, 8, host(1), host(2)))
+    assert effects == (
+        EndAt(hosts=(host(1), host(2)), step=Step(8)),
+        AwaitHeld(hosts=MEMBERS, step=Step(8)),
+    )
+
+
+def test_when_all_passed_the_step_nobody_has_left_and_a_later_one_is_proposed() -> None:  # A4
+    state, _ = asked(start(), 7, 7, 7)
+    state, _ = feed(state, *accepts(8))
+    _, effects = feed(state, *passed(8, 8, host(0)), *passed(8, 9, host(1), host(2)))
+    assert effects == (Propose(hosts=MEMBERS, step=Step(11), leave=False),)
+
+
 def test_a_silent_member_is_left_out_and_all_silent_settles() -> None:
     state = start()
     state, effects = feed(
@@ -195,8 +218,6 @@ class Members:
             self.armed[who] = (step, leave)
             return HoldAnswer(accepted=True, step_done=Step(done))
         if step in self.held[who]:
-            if leave:
-                self.left.setdefault(who, step)
             return HoldAnswer(accepted=True, step_done=Step(done))
         return HoldAnswer(accepted=False, step_done=Step(done))
 
@@ -239,6 +260,9 @@ def test_in_any_order_of_messages_and_steps_members_leave_together_or_settle(see
                         inbox.append(HoldAnswered(host=who, step=step, answer=answer))
                 case AwaitHeld(step=step):
                     awaited = step
+                case EndAt(hosts=hosts, step=step):
+                    for who in hosts:
+                        members.left.setdefault(who, step)
                 case Agreed() | Settle():
                     pass
     assert state.stage in (Stage.AGREED, Stage.SETTLED), f"seed {seed}"

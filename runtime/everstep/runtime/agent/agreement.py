@@ -3,9 +3,16 @@
 Ask everyone how far they are, propose a step that nobody has finished, ask everyone to snapshot
 it. Only when all have accepted are they told to leave after it: a proposal that somebody has
 already passed costs one more snapshot, and never strands one half in a collective that the other
-half has left. Numbered invariants: (A1) a member is told to leave only at a step that every
-reachable member accepted; (A2) proposals only grow; (A3) rounds are bounded, and whatever happens
-the agreement ends by its deadline: with the agreed step, or by settling for what memory holds.
+half has left.
+
+The order to leave may come late, too. A step needs every member, so when one of them heard it in
+time and leaves, no member finishes a later step, and those that had passed by lose nothing when
+they are ended there. When none heard it in time, none has left, and a later step is proposed.
+
+Numbered invariants: (A1) a member is told to leave only at a step that every reachable member
+accepted; (A2) proposals only grow; (A3) rounds are bounded, and whatever happens the agreement
+ends by its deadline: with the agreed step, or by settling for what memory holds; (A4) while all
+members live and answer, no step that was finished is lost.
 """
 
 from __future__ import annotations
@@ -47,6 +54,10 @@ class Agreement:
     silent: frozenset[HostId] = frozenset()
     answered: frozenset[HostId] = frozenset()
     held: frozenset[HostId] = frozenset()
+    passed: frozenset[HostId] = frozenset()
+    """Of `answered`: those that had finished the step already, and hold it."""
+    furthest: int = 0
+    """Newest step that any member said it had finished."""
 
     @property
     def reachable(self) -> tuple[HostId, ...]:
@@ -119,6 +130,14 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndAt:
+    """These members hold the step and have passed it; others leave at it: end their workers."""
+
+    hosts: tuple[HostId, ...]
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitHeld:
     """Wait until each of these members' memory holds the step."""
 
@@ -140,7 +159,7 @@ class Settle:
     why: str
 
 
-Effect = Ask | Propose | AwaitHeld | Agreed | Settle
+Effect = Ask | Propose | EndAt | AwaitHeld | Agreed | Settle
 
 
 def choose_margin(*, step_s: float | None, reply_s: float, round_number: int) -> int:
@@ -223,7 +242,14 @@ def _propose_when_all_asked(state: Agreement) -> tuple[Agreement, tuple[Effect, 
 def _propose(state: Agreement, furthest: int) -> tuple[Agreement, tuple[Effect, ...]]:
     margin = choose_margin(step_s=state.step_s, reply_s=state.reply_s, round_number=state.round)
     target = Step(max(furthest + margin, (state.target or 0) + 1))
-    state = replace(state, stage=Stage.PROPOSING, target=target, answered=frozenset())
+    state = replace(
+        state,
+        stage=Stage.PROPOSING,
+        target=target,
+        answered=frozenset(),
+        passed=frozenset(),
+        furthest=max(state.furthest, furthest),
+    )
     return state, (Propose(hosts=state.reachable, step=target, leave=False),)
 
 
@@ -234,12 +260,21 @@ def _take_answer(state: Agreement, event: HoldAnswered) -> tuple[Agreement, tupl
         if state.stage is Stage.CONFIRMING:
             # Others have left already (A1 held when they were told): a later step is out of reach.
             return _settle(state, f"host {event.host} passed step {event.step} without a snapshot")
-        if state.round + 1 >= ROUNDS_MAX:
-            return _settle(state, f"no step was agreed on in {ROUNDS_MAX} rounds")
-        return _propose(
-            replace(state, round=state.round + 1), max(event.answer.step_done, event.step)
-        )
-    return _advance_when_all_answered(replace(state, answered=state.answered | {event.host}))
+        return _propose_later(state, max(event.answer.step_done, event.step))
+    has_passed = event.answer.step_done >= event.step
+    state = replace(
+        state,
+        answered=state.answered | {event.host},
+        passed=state.passed | {event.host} if has_passed else state.passed,
+        furthest=max(state.furthest, event.answer.step_done),
+    )
+    return _advance_when_all_answered(state)
+
+
+def _propose_later(state: Agreement, furthest: int) -> tuple[Agreement, tuple[Effect, ...]]:
+    if state.round + 1 >= ROUNDS_MAX:
+        return _settle(state, f"no step was agreed on in {ROUNDS_MAX} rounds")
+    return _propose(replace(state, round=state.round + 1), furthest)
 
 
 def _advance_when_all_answered(state: Agreement) -> tuple[Agreement, tuple[Effect, ...]]:
@@ -248,11 +283,18 @@ def _advance_when_all_answered(state: Agreement) -> tuple[Agreement, tuple[Effec
         return state, ()
     hosts = state.reachable
     if state.leave and state.stage is Stage.PROPOSING:
-        state = replace(state, stage=Stage.CONFIRMING, answered=frozenset())
+        state = replace(state, stage=Stage.CONFIRMING, answered=frozenset(), passed=frozenset())
         return state, (Propose(hosts=hosts, step=target, leave=True),)
+    passed = tuple(host for host in hosts if host in state.passed)
+    end: tuple[Effect, ...] = ()
+    if state.leave and passed:
+        if len(passed) == len(hosts):
+            # Nobody heard it in time, so nobody has left (A4).
+            return _propose_later(state, max(state.furthest, target))
+        end = (EndAt(hosts=passed, step=target),)
     state = replace(state, stage=Stage.HOLDING)
     state, effects = _finish_when_all_held(state)
-    return state, effects or (AwaitHeld(hosts=hosts, step=target),)
+    return state, (*end, *(effects or (AwaitHeld(hosts=hosts, step=target),)))
 
 
 def _take_held(state: Agreement, event: StepHeld) -> tuple[Agreement, tuple[Effect, ...]]:

@@ -98,6 +98,9 @@ class HostAnswers:
         if hold.settled:
             _leave_now(scope, worker, hold.step)
             return HoldAnswer(accepted=True, step_done=_step_done(worker))
+        if scope.hold_armed is not None and hold.step < scope.hold_armed:
+            # Overtaken by a later proposal on its way here (A2).
+            return HoldAnswer(accepted=False, step_done=_step_done(worker))
         if _step_done(worker) < hold.step:
             self._arm(scope, snapshots, worker, hold)
         # Read after the word was written: a worker that finishes the step from here on sees it.
@@ -111,10 +114,12 @@ class HostAnswers:
             # A write to storage may have all slots; the request goes first.
             self._host.checkpoints.yield_slots()
             snapshots.grant()
-        kind = HoldKind.LEAVE if hold.leave else HoldKind.CONTINUE
+        # A repeated proposal does not take back the confirmation that overtook it.
+        leaves = hold.leave or (scope.hold_armed == hold.step and scope.hold_leaves)
+        kind = HoldKind.LEAVE if leaves else HoldKind.CONTINUE
         worker.control.write(Word.HOLD_KIND, kind)
         worker.control.write(Word.HOLD_AFTER, hold.step)
-        scope.hold_armed = hold.step
+        scope.hold_armed, scope.hold_leaves = hold.step, leaves
 
     async def _answer_passed(
         self, scope: Scope, snapshots: Snapshots, worker: WorkerProcess, hold: Hold
@@ -122,9 +127,7 @@ class HostAnswers:
         """The worker has finished the step already: fine if it was copied on the way."""
         was_armed = hold.step == scope.hold_armed or snapshots.is_coming(hold.step)
         held = was_armed and await snapshots.wait_held(hold.step, COMPLETING_S)
-        if held and hold.leave:
-            _leave_now(scope, worker, hold.step)
-        elif not held and scope.worker is worker:
+        if not held and scope.worker is worker:
             worker.control.write(Word.HOLD_AFTER, -1)
             scope.hold_armed = None
         return HoldAnswer(accepted=held, step_done=_step_done_of(scope, worker, hold.step))

@@ -181,6 +181,8 @@ class _Agreeing:
                 self._each(
                     effect.hosts, lambda h: self._propose(h, effect.step, leave=effect.leave)
                 )
+            case agreement.EndAt():
+                self._each(effect.hosts, lambda h: self._end_at(h, effect.step))
             case agreement.AwaitHeld():
                 self._each(effect.hosts, lambda h: self._await_held(h, effect.step))
             case agreement.Agreed():
@@ -217,6 +219,10 @@ class _Agreeing:
         hold = Hold(request_id=self._request.id, step=step, leave=leave)
         answer = await self._members.hold(host, hold)
         self._events.put_nowait(agreement.HoldAnswered(host=host, step=step, answer=answer))
+
+    async def _end_at(self, host: HostId, step: Step) -> None:
+        hold = Hold(request_id=self._request.id, step=step, leave=True, settled=True)
+        await self._members.hold(host, hold)
 
     async def _await_held(self, host: HostId, step: Step) -> None:
         while True:

@@ -14,7 +14,8 @@ from everstep.runtime.errors import EverstepError
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Holding, Region
 from everstep.runtime.layout.tree import TreeSpec
-from everstep.runtime.restore.fetch import Fetch, Target
+from everstep.runtime.restore.fetch import Fetch
+from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.peers import PeerMemory
 from everstep.runtime.restore.reshard import SourceHolding, SourceKind, plan_reads
 from everstep.runtime.snapshot.shelf import Shelf

@@ -37,6 +37,8 @@ class Scope:
     start_s: float = 0.0
     figures: RestoreFigures | None = None
     hold_armed: Step | None = None
+    hold_leaves: bool = False
+    """Whether the armed hold is confirmed: the worker leaves after it."""
     leave_step: Step | None = None
     """The worker is being ended at this step, which memory holds: it counts as having left."""
     is_ended: bool = False
