@@ -116,3 +116,15 @@ def test_a_step_reached_again_after_going_back_replaces_what_was_there(
     keeper.capture(Step(5), {**state, "count": 99}, is_required=True)
     found, step = restore(successor())
     assert (step, found["count"]) == (5, 99)
+
+
+def test_another_tree_is_refused_at_the_restore_by_every_bad_leaf(successor: Successor) -> None:
+    keeper = successor()
+    state, _ = restore(keeper)
+    keeper.capture(Step(1), state, is_required=True)
+    here = SingleDeviceSharding(jax.devices()[0])
+    other = {**fresh(), "w": jnp.zeros(3), "half": jnp.zeros(5)}
+    shardings = [here if isinstance(leaf, jax.Array) else None for leaf in jax.tree.leaves(other)]
+    with pytest.raises(StateRefused, match=r"half.*w") as refused:
+        successor().restore(other, shardings, lambda: other)
+    assert "bfloat16" in str(refused.value)

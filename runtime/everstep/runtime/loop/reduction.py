@@ -5,11 +5,12 @@ separate programs: gather the parameters; compute the gradient of exactly one lo
 device, as often as needed; sum the shards' gradients in their fixed order; update. Separate,
 because a compiler that sees two of them at once fuses them, and fuses them otherwise on another
 mesh. Each device then does the same arithmetic on the same shapes wherever a logical shard lands,
-and additions are done in one order, so every bit is equal on every mesh of at least two devices.
+and additions are done in one order (`tree_of`), so every bit is equal on every mesh of at least two
+devices.
 (One device in all is compiled without partitioning, which is another program.)
 
-The sum moves few bytes: each device gets its piece of every shard's gradient (all-to-all), adds
-the pieces in order, and the sums are gathered.
+The sum moves few bytes: what a device can add alone it adds alone; then each device gets its piece
+of everyone's sums (all-to-all), adds the pieces in order, and the results are gathered.
 
 What it needs: the parameters fit on one device, and the update sums nothing across a whole
 parameter tree on sharded values (`ordered_step` has `prepare` for a clip by global norm).
@@ -20,7 +21,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 LOGICAL_SHARDS = 12
 """Divided by 1, 2, 3, 4, 6 and 12 devices."""
-UNROLLED_MAX = 64
 
 log = logging.getLogger("everstep")
 
@@ -180,16 +181,20 @@ class _OrderedGradients:
         return [r for r in results if r is not None]
 
     def _mean_of_vectors(self, vectors: list[jax.Array]) -> jax.Array:
+        """Mean over all logical shards of one vector per round, on every device."""
         count, length = self._mesh.size, vectors[0].size
+        here, beyond = split_tree(self._logical_shards, self._rounds)
+        sums = _sum_by(here, vectors)
         padding = -length % count
-        pieces = jnp.stack([jnp.pad(v, (0, padding)).reshape(count, -1) for v in vectors])
-        # [rounds, devices, piece]: mine of all pieces, becomes everyone's of my piece.
+        pieces = jnp.stack([jnp.pad(v, (0, padding)).reshape(count, -1) for v in sums])
+        # [sums, devices, piece]: mine of all pieces, becomes everyone's of my piece.
         received = jax.lax.all_to_all(
             pieces, self._mesh.axis_names, split_axis=1, concat_axis=1, tiled=True
         )
         # Slots of device d are d*rounds to (d+1)*rounds: device-major is the order of shards.
-        ordered = received.transpose(1, 0, 2).reshape(count * self._rounds, -1)
-        total = _sum_in_order(ordered[: self._logical_shards])
+        ordered = received.transpose(1, 0, 2).reshape(count * len(sums), -1)
+        counted = self._logical_shards * len(sums) // self._rounds
+        (total,) = _sum_by(beyond, list(ordered[:counted]))
         mean = total / self._logical_shards
         gathered: jax.Array = jax.lax.all_gather(mean, self._mesh.axis_names, tiled=True)
         return gathered[:length]
@@ -200,14 +205,38 @@ class _OrderedGradients:
         )
 
 
-def _sum_in_order(rows: jax.Array) -> jax.Array:
-    """`rows[0] + rows[1] + …`, from the left, `[rows, n]` to `[n]`."""
-    total: jax.Array
-    if rows.shape[0] <= UNROLLED_MAX:
-        total = functools.reduce(jnp.add, list(rows))
-    else:
-        total = jax.lax.fori_loop(1, rows.shape[0], lambda i, sum_: sum_ + rows[i], rows[0])
-    return total
+def tree_of(logical_shards: int) -> tuple[int, ...]:
+    """The fixed order of the sum: how many neighbours are added at each level, from the leaves.
+
+    The smallest prime factor first, then the others from the largest: 12 shards are added in
+    pairs, the 6 sums in threes, the 2 sums to one. So 6, 2 and 1 devices need to exchange one sum
+    each, and 3 devices two.
+    """
+    factors: list[int] = []
+    left, factor = logical_shards, 2
+    while left > 1:
+        while left % factor == 0:
+            factors.append(factor)
+            left //= factor
+        factor += 1
+    return (*factors[:1], *reversed(factors[1:]))
+
+
+def split_tree(logical_shards: int, rounds: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Levels that a device can add alone, having `rounds` neighbouring shards; and the rest."""
+    levels = tree_of(logical_shards)
+    for depth in range(len(levels), 0, -1):
+        if rounds % math.prod(levels[:depth]) == 0:
+            return levels[:depth], levels[depth:]
+    return (), levels
+
+
+def _sum_by(levels: Sequence[int], rows: list[jax.Array]) -> list[jax.Array]:
+    """Add neighbours level by level, each group from the left."""
+    for size in levels:
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        rows = [functools.reduce(jnp.add, group) for group in groups]
+    return rows
 
 
 def _sum_dtype(dtype: Any) -> Any:
@@ -275,16 +304,10 @@ def ordered_step(
     prepared = jax.jit(prepare) if prepare is not None else None
     update: Any = None
 
-    def apply(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        changes, state = optimizer.update(gradients, state, params)
-        return jax.tree.map(lambda p, c: (p + c).astype(p.dtype), params, changes), state
-
     def step(params: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         nonlocal update
         if update is None:
-            # A step must not move anything: what comes out lies where what went in lay.
-            shardings = jax.tree.map(lambda a: a.sharding, (params, state))
-            update = jax.jit(apply, out_shardings=shardings, donate_argnums=(0, 1))
+            update = make_update(optimizer, params, state)
         loss, aux, gradients = compute(params, batch, key)
         if prepared is not None:
             gradients = prepared(gradients)
@@ -292,3 +315,20 @@ def ordered_step(
         return params, state, {"loss": loss, **(aux if isinstance(aux, dict) else {})}
 
     return step
+
+
+def make_update(optimizer: Any, params: Any, state: Any) -> Callable[[Any, Any, Any], Any]:
+    """The fourth program, `(params, state, gradients) -> (params, state)`; it donates both.
+
+    What comes out lies where what went in lay: a step moves nothing.
+    """
+
+    def apply(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        changes, state = optimizer.update(gradients, state, params)
+        return jax.tree.map(lambda p, c: (p + c).astype(p.dtype), params, changes), state
+
+    shardings = jax.tree.map(lambda a: a.sharding, (params, state))
+    update: Callable[[Any, Any, Any], Any] = jax.jit(
+        apply, out_shardings=shardings, donate_argnums=(0, 1)
+    )
+    return update

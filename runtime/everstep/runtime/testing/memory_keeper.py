@@ -13,6 +13,7 @@ import numpy as np
 from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
 from everstep.runtime.agent.control import ControlBlock, create_control_file
 from everstep.runtime.agent.link import Word
+from everstep.runtime.layout.compare import match_leaves
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.loop.keeper import Facts
 from everstep.runtime.loop.run import Run
@@ -73,6 +74,7 @@ class MemoryKeeper:
         if step is None:
             state = build_fresh()
         else:
+            match_leaves(flatten(self.states[step]).tree, flatten(abstract).tree)
             leaves, treedef = jax.tree.flatten(self.states[step])
             # jax may use a numpy array as it is, and the program may donate it: hence the copies.
             placed = [
