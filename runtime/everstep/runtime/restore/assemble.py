@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from everstep.controller.api.ids import HostId, Incarnation, Step
 from everstep.controller.api.wire import RestoreFigures
-from everstep.runtime.errors import CheckpointInvalid, Retryable, StateRefused
+from everstep.runtime.errors import CheckpointInvalid, Retryable, StateRefused, StorageUnavailable
 from everstep.runtime.layout.boxes import Box, whole
 from everstep.runtime.layout.compare import match_leaves
 from everstep.runtime.layout.dtypes import numpy_dtype
@@ -20,7 +20,7 @@ from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding, Region
 from everstep.runtime.layout.scalars import inline_values
 from everstep.runtime.layout.tree import Leaf, LeafKind, TreeSpec
-from everstep.runtime.restore.fetch import Target
+from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.peers import PeerMemory
 from everstep.runtime.restore.refill import Sources, Tally, fill
 from everstep.runtime.restore.reshard import SourceHolding, SourceKind
@@ -63,16 +63,6 @@ class RestoreOrder(Protocol):
 
     @property
     def storage(self) -> StoredStep | None: ...
-
-
-class StoredCheckpoint(RegionSource, Protocol):
-    """Storage as this room uses it: `storage.reader.CheckpointReader` with a name."""
-
-    @property
-    def tree(self) -> TreeSpec: ...
-
-    @property
-    def extra(self) -> Mapping[str, str]: ...
 
 
 class RestoredState(NamedTuple):
@@ -125,6 +115,7 @@ def restore_state(
         StateRefused: the saved tree differs from the wanted one, or an array cannot lie as
             wanted; all such leaves are named. No array was read then.
         CheckpointInvalid: some region can be had from no source with the right checksum.
+        StorageUnavailable: some region could only be had from storage, which did not answer.
         Fenced: another host is in a newer incarnation.
 
     **Blocking**: until the state is on the devices. Every wait on a peer has a deadline.
@@ -147,6 +138,9 @@ def restore_state(
             _restore_group(group, values, like, opened.sources(), saved, memory_bytes, tally)
     except CheckpointInvalid as error:
         tried = "; ".join(tally.rejected) or "no source holds it"
+        if tally.unavailable is not None:
+            # Not a word against the step: nobody may take an older one for this.
+            raise StorageUnavailable(f"step {step}: {error.leaf}: {tried}") from error
         raise CheckpointInvalid(
             f"step {step}", error.leaf, error.expected, f"{error.found} ({tried})"
         ) from error
@@ -183,6 +177,8 @@ class _Opened:
             except (Retryable, CheckpointInvalid) as error:
                 self._tally.rejected.append(str(error))
             else:
+                if self._storage is not None:
+                    self._storage.expected = manifest.plot.tree
                 return manifest.plot.tree, manifest.extra
         if self._storage is None:
             raise CheckpointInvalid(
@@ -227,6 +223,8 @@ class _Storage:
     def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
         self._reader: Any = None
+        self.expected: TreeSpec | None = None
+        """The tree that other sources of this step have; leaves are called by their index."""
         self.name = f"checkpoint of step {stored.step} in {stored.uri}"
 
     @property
@@ -238,6 +236,10 @@ class _Storage:
     def extra(self) -> Mapping[str, str]:
         extra: Mapping[str, str] = self._open().extra
         return extra
+
+    def chunk_of(self, leaf: int) -> tuple[int, ...]:
+        chunk: tuple[int, ...] = self._open().chunks[leaf]
+        return chunk
 
     def read_many(self, reads: Sequence[tuple[Region, NDArray[Any]]]) -> None:
         self._open().read_many(reads)
@@ -256,7 +258,12 @@ class _Storage:
             commits = [c for c in ledger.commits() if c.step == self._stored.step]
             if not commits:
                 raise CheckpointInvalid(self.name, "the ledger", "a commit of this step", "none")
-            self._reader = CheckpointReader(store, commits[-1])
+            reader = CheckpointReader(store, commits[-1])
+            if self.expected is not None:
+                found, expected = reader.tree.fingerprint, self.expected.fingerprint
+                if found != expected:
+                    raise CheckpointInvalid(self.name, "the tree", expected, found)
+            self._reader = reader
         return self._reader
 
 

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,37 +24,16 @@ from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import BLOCK_BYTES, Region, Shard, SnapshotManifest
 from everstep.runtime.layout.runs import is_run, run_boxes, span_of
 from everstep.runtime.layout.tree import TreeSpec
+from everstep.runtime.restore.outcome import Outcome, Target
 from everstep.runtime.restore.places import part_of
-from everstep.runtime.restore.reshard import Bad, Piece, Read, SourceKind
+from everstep.runtime.restore.reshard import Bad, Piece, Read
 from everstep.runtime.restore.sources import MemorySource, RegionSource
+from everstep.runtime.restore.stored import read_stored
 
 RUN_BYTES_MAX = 8 * BLOCK_BYTES
 THREAD_COUNT = 4
 GAP_BYTES_MAX = 1 << 16
 """Bytes that are read in vain rather than to ask twice."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of a set of reads."""
-
-    missing: list[Piece] = field(default_factory=list[Piece])
-    """Exactly what was not filled with verified bytes."""
-    bad: set[Bad] = field(default_factory=set[Bad])
-    rejected: list[str] = field(default_factory=list[str])
-    """Why, in words; one line per source and leaf."""
-    bytes_by_kind: dict[SourceKind, int] = field(
-        default_factory=lambda: dict.fromkeys(SourceKind, 0)
-    )
-    """Bytes that were put in place, by where they came from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A wanted region and the C-contiguous array that it is read into."""
-
-    region: Region
-    array: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +82,6 @@ class Fetch:
         blocks = max(memory_bytes // (THREAD_COUNT * BLOCK_BYTES), 1)
         self._run_bytes = min(blocks * BLOCK_BYTES, RUN_BYTES_MAX)
         self._buffers = threading.local()
-        self._lock = threading.Lock()
 
     def execute(self, reads: Sequence[Read]) -> Outcome:
         """Carry reads out, all sources at once.
@@ -116,11 +94,19 @@ class Fetch:
         outcome = Outcome()
         runs = self._runs([r for r in reads if r.source in self._memories], outcome)
         requests = self._requests(list(runs))
-        stored = [read for read in reads if read.source in self._storages]
         with ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="restore") as pool:
             jobs = [pool.submit(self._do_request, request, outcome) for request in requests]
             try:
-                self._do_storage(stored, outcome)
+                for index, source in self._storages.items():
+                    read_stored(
+                        source,
+                        index,
+                        [read for read in reads if read.source == index],
+                        self._targets,
+                        self._tree,
+                        outcome,
+                        memory_bytes=self._memory_bytes,
+                    )
                 for job in jobs:
                     job.result()
             finally:
@@ -138,9 +124,8 @@ class Fetch:
             try:
                 manifest = self._memories[index].manifest()
             except (Retryable, CheckpointInvalid) as error:
-                outcome.missing += pieces
-                outcome.bad.add(Bad(source=index))
-                self._reject(outcome, str(error))
+                outcome.note_missing(pieces)
+                outcome.reject(Bad(source=index), str(error))
                 continue
             yield from self._runs_of(manifest, index, position, pieces)
 
@@ -205,9 +190,7 @@ class Fetch:
             try:
                 source.read_into(offset, data)
             except Retryable as error:
-                with self._lock:
-                    outcome.bad.add(Bad(source=runs[0].source))
-                self._reject(outcome, str(error))
+                outcome.reject(Bad(source=runs[0].source), str(error))
                 for run in runs:
                     self._miss(run, [(run.start, run.stop)], outcome)
                 return
@@ -235,13 +218,11 @@ class Fetch:
             else:
                 moved += self._scatter(run, block, at)
         if damaged:
-            with self._lock:
-                outcome.bad.add(Bad(source=run.source, shard=run.position))
             name = self._tree.leaves[run.shard.leaf].name
-            self._reject(outcome, f"{source.name}: {name}: checksum differs")
+            bad = Bad(source=run.source, shard=run.position)
+            outcome.reject(bad, f"{source.name}: {name}: checksum differs")
             self._miss(run, damaged, outcome)
-        with self._lock:
-            outcome.bytes_by_kind[source.kind] += moved
+        outcome.note_moved(source.kind, moved)
 
     def _direct(self, run: _Run) -> NDArray[np.uint8] | None:
         """The bytes of the wanted array that are exactly this run, when there are such."""
@@ -270,7 +251,7 @@ class Fetch:
                 continue
             target = self._targets[piece.target]
             source = part_of(values, common, box)
-            part_of(target.array, common, target.region.box)[...] = source
+            target.part(Region(run.shard.leaf, common))[...] = source
             moved += source.nbytes
         return moved
 
@@ -301,8 +282,7 @@ class Fetch:
                     if common is not None:
                         region = Region(run.shard.leaf, common)
                         missing.append(Piece(target=piece.target, region=region))
-        with self._lock:
-            outcome.missing += missing
+        outcome.note_missing(missing)
 
     def _buffer(self, size_bytes: int) -> NDArray[np.uint8]:
         """This thread's buffer of one run: its pages are touched once per restore."""
@@ -310,51 +290,6 @@ class Fetch:
         if buffer is None:
             buffer = self._buffers.run = np.empty(self._run_bytes, np.uint8)
         return buffer[:size_bytes]
-
-    # Storage
-
-    def _do_storage(self, reads: Sequence[Read], outcome: Outcome) -> None:
-        batch: list[Read] = []
-        batch_bytes = 0
-        for read in reads:
-            size = self._array(read).nbytes
-            if batch and (
-                batch_bytes + size > self._memory_bytes or batch[0].source != read.source
-            ):
-                self._do_batch(batch, outcome)
-                batch, batch_bytes = [], 0
-            batch.append(read)
-            batch_bytes += size
-        if batch:
-            self._do_batch(batch, outcome)
-
-    def _do_batch(self, batch: list[Read], outcome: Outcome) -> None:
-        """Read together; after a failure one by one, so that only what is bad is missing."""
-        source = self._storages[batch[0].source]
-        try:
-            source.read_many([(read.piece.region, self._array(read)) for read in batch])
-        except (CheckpointInvalid, Retryable) as error:
-            if len(batch) > 1:
-                for read in batch:
-                    self._do_batch([read], outcome)
-                return
-            read = batch[0]
-            outcome.missing.append(read.piece)
-            outcome.bad.add(Bad(source=read.source, leaf=read.piece.region.leaf))
-            self._reject(outcome, f"{source.name}: {error}")
-            return
-        moved = sum(self._array(read).nbytes for read in batch)
-        with self._lock:
-            outcome.bytes_by_kind[SourceKind.STORAGE] += moved
-
-    def _array(self, read: Read) -> NDArray[Any]:
-        target = self._targets[read.piece.target]
-        return part_of(target.array, read.piece.region.box, target.region.box)
-
-    def _reject(self, outcome: Outcome, words: str) -> None:
-        with self._lock:
-            if words not in outcome.rejected:
-                outcome.rejected.append(words)
 
 
 def _blocks_of(box: Box, shard: Shard, element_bytes: int) -> Iterator[int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from everstep.runtime.errors import StorageUnavailable
 from everstep.runtime.layout.tree import TreeSpec
-from everstep.runtime.restore.fetch import Fetch, Target
-from everstep.runtime.restore.places import part_of
+from everstep.runtime.restore.fetch import Fetch
+from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.reshard import (
     Bad,
     Copy,
@@ -28,6 +29,7 @@ class Tally:
     )
     rejected: list[str] = field(default_factory=list[str])
     bad: set[Bad] = field(default_factory=set[Bad])
+    unavailable: StorageUnavailable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ def fill(
             tally.bytes_by_kind[kind] += moved
         tally.rejected += [words for words in outcome.rejected if words not in tally.rejected]
         tally.bad |= outcome.bad
+        tally.unavailable = tally.unavailable or outcome.unavailable
         reads = replan(outcome.missing, sources.holdings, tree, bad=tally.bad, turn=turn)
     for copy in plan.copies:
         _copy(copy, targets)
@@ -80,6 +83,4 @@ def fill(
 
 def _copy(copy: Copy, targets: Sequence[Target]) -> None:
     origin, target = targets[copy.origin], targets[copy.piece.target]
-    box = copy.piece.region.box
-    source = part_of(origin.array, box, origin.region.box)
-    part_of(target.array, box, target.region.box)[...] = source
+    target.part(copy.piece.region)[...] = origin.part(copy.piece.region)

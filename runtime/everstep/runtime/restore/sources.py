@@ -52,6 +52,13 @@ class RegionSource(Protocol):
     @property
     def name(self) -> str: ...
 
+    def chunk_of(self, leaf: int) -> tuple[int, ...]:
+        """Shape of the chunks in which a leaf is stored: no less than one is ever read.
+
+        Raises `CheckpointInvalid` or `Retryable`.
+        """
+        ...
+
     def read_many(self, reads: Sequence[tuple[Region, NDArray[Any]]]) -> None:
         """Raises `CheckpointInvalid` or `Retryable`; the arrays are then undefined."""
         ...
