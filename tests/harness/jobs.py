@@ -48,7 +48,7 @@ def job_document(
             },
             "checkpoint": {
                 "uri": f"file://{folder}/checkpoints",
-                "emergency": {"budgetSeconds": 4, "safetyMarginSeconds": 1},
+                "emergency": {"budgetSeconds": 30, "safetyMarginSeconds": 1},
             },
             "runtime": {
                 "timeouts": {

@@ -8,6 +8,7 @@ SIGTERM), `daemon` (leaves a process in a session of its own behind).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -26,12 +27,14 @@ from everstep.controller.api.wire import (
     HostPhase,
     NoticeReport,
     Report,
+    Request,
     RequestKind,
     RestoreFigures,
     WorkerExit,
 )
 
 LOOK_S = 0.005
+MARGIN_STEPS = 10
 
 
 class ObedientAgent:
@@ -90,8 +93,16 @@ class ObedientAgent:
     def start(self, directive: Directive) -> None:
         """Restore the newest step that anybody of the job reports, and train on."""
         self.held, self.exit = None, None
-        steps = [report.step_snapshot or 0 for report in self.reports() if report.job_uid]
-        self.step = max([*steps, self.step, self.committed_step() or 0])
+        steps = [report.step_snapshot or 0 for report in self.reports()]
+        newest = max([*steps, self.step, self.committed_step() or 0])
+        # The first one decides for all, as a join would.
+        path = self.folder / f"obedient-restore-{directive.incarnation}"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(str(newest))
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(temporary)
+        temporary.unlink()
+        self.step = int(path.read_text())
         self.began_s, self.began_step = time.time(), self.step
         self.restore = RestoreFigures(
             incarnation=directive.incarnation,
@@ -105,6 +116,10 @@ class ObedientAgent:
             return False
         step = self.began_step + int((time.time() - self.began_s) / self.step_s)
         step = step if self.steps is None else min(step, self.steps)
+        request = self.directive.request
+        if request is not None and request.kind is RequestKind.LEAVE:
+            # Not past the step at which all leave.
+            step = min(step, self.agree(self.directive, request) or self.step)
         if step == self.step:
             return False
         for done in range(self.step + 1, step + 1):
@@ -118,7 +133,7 @@ class ObedientAgent:
         if self.raise_at is not None and self.step >= self.raise_at:
             self.end_worker(ExitCause.USER_ERROR, code=1, message="ValueError: as the test asked")
         elif self.step == self.steps:
-            self.commit()
+            self.commit(self.step)
             self.end_worker(ExitCause.DONE, code=0)
             self.turn(HostPhase.DONE)
         # One report a step is more than the real agent sends, and makes the tests quick.
@@ -138,41 +153,50 @@ class ObedientAgent:
 
     def serve_request(self) -> bool:
         directive = self.directive
-        if directive is None or directive.request is None:
+        request = directive.request if directive is not None else None
+        if directive is None or request is None:
             return False
-        request = directive.request
         if self.held is not None and self.held.request_id == request.id:
             return False
-        if self.phase is HostPhase.RUNNING and request.kind is RequestKind.LEAVE:
+        agreed = self.agree(directive, request)
+        if agreed is None or self.step < agreed:
+            return False
+        if request.kind is RequestKind.LEAVE and self.phase is HostPhase.RUNNING:
             self.turn(HostPhase.HELD)
             self.exit = self.worker_exit(ExitCause.LEFT, code=75)
-        if request.durable:
-            self.commit()
-        if directive.lead != self.host:
-            return False
+            return True
         members = {member.slice for member in directive.members}
         others = [r for r in self.reports() if r.host.slice in members and r.host != self.host]
-        if request.kind is RequestKind.LEAVE and not all(
-            report.phase is HostPhase.HELD for report in others
-        ):
+        if directive.lead != self.host or any(report.step < agreed for report in others):
             return False
-        self.step = max([self.step, *(report.step for report in others)])
-        survivors = members - set(request.doomed)
+        if request.durable:
+            self.commit(agreed)
         self.held = Held(
             request_id=request.id,
-            step=Step(self.step),
-            where=tuple(sorted(r.host for r in others if r.host.slice in survivors)),
+            step=Step(agreed),
+            where=tuple(sorted(r.host for r in others if r.host.slice not in request.doomed)),
             durable=request.durable,
             bytes_moved=0,
             complete=True,
         )
         return True
 
-    def commit(self) -> None:
-        path = self.folder / "obedient-commit"
-        temporary = path.with_name(f"obedient-commit.{os.getpid()}.tmp")
-        temporary.write_text(str(max(self.step, self.committed_step() or 0)))
-        temporary.rename(path)
+    def agree(self, directive: Directive, request: Request) -> int | None:
+        """Return the step at which all members hold; the lead proposes it, once."""
+        path = self.folder / f"obedient-hold-{request.id}"
+        if not path.exists():
+            if directive.lead != self.host:
+                return None
+            members = {member.slice for member in directive.members}
+            steps = [report.step for report in self.reports() if report.host.slice in members]
+            proposed = max([self.step, *steps]) + MARGIN_STEPS
+            if self.steps is not None:
+                proposed = min(proposed, self.steps)
+            write_whole(path, str(proposed))
+        return int(path.read_text())
+
+    def commit(self, step: int) -> None:
+        write_whole(self.folder / "obedient-commit", str(max(step, self.committed_step() or 0)))
         self.committed = self.committed_step()
 
     def committed_step(self) -> int | None:
@@ -262,6 +286,12 @@ class ObedientAgent:
         except FileNotFoundError:
             # The job was removed under a process that is about to be killed.
             self.is_ending = True
+
+
+def write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ class ScriptedPlan:
     def __init__(self, *actions: Action) -> None:
         self.actions = actions
         self.tokens: list[str] = []
-        self.between = lambda: None
+        self.between: Callable[[], None] = lambda: None
 
     def __call__(
         self,

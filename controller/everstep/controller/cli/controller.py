@@ -181,6 +181,18 @@ def stop_controller(folder: StateFolder) -> int | None:
     return pid
 
 
+def kill_controller(folder: StateFolder) -> int | None:
+    """SIGKILL the controller and wait until it is gone; return its process id, None without one."""
+    clock = SystemClock()
+    pid = signal_controller(folder, signal.SIGKILL)
+    deadline_s = clock.monotonic_s() + STOP_PATIENCE_S
+    while pid is not None and controller_pid(folder) == pid:
+        if clock.monotonic_s() >= deadline_s:
+            raise CommandFailed(f"error: process {pid} is still there after SIGKILL")
+        pause(0.005)
+    return pid
+
+
 def _spawn_daemon(folder: StateFolder, ready_in: int) -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, "-m", "everstep.controller.cli.controller"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from everstep.controller.ops.clock import SystemClock, fresh_uid
 from everstep.controller.ops.settings import Settings
 
 SINGULAR = "multislicejob.everstep.dev"
+REMOVAL_PATIENCE_S = 5.0
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 
 
@@ -37,6 +38,16 @@ def apply_file(
     # A bad option must not be found out after the job was created.
     _timeout_s(timeout)
     jobs = read_jobs(source)
+    apply_jobs(settings, jobs)
+    if wait:
+        for job in jobs:
+            name = job.metadata.name
+            wait_for_job(settings, name, "phase=Running", timeout=timeout, quiet=True)
+    return tuple(job.metadata.name for job in jobs)
+
+
+def apply_jobs(settings: Settings, jobs: Sequence[MultiSliceJob]) -> None:
+    """Apply jobs that were judged, and see that a controller runs."""
     store = Store(StateFolder(settings.folder))
     for job in jobs:
         _judge_update(store, job)
@@ -45,10 +56,6 @@ def apply_file(
         outcome, _ = store.apply(job, uid=fresh_uid(), now_s=clock.unix_s())
         print(f"{SINGULAR}/{job.metadata.name} {outcome.value}", flush=True)
     start_controller_if_needed(settings)
-    if wait:
-        for job in jobs:
-            wait_for_job(settings, job.metadata.name, "phase=Running", timeout=timeout, quiet=True)
-    return tuple(job.metadata.name for job in jobs)
 
 
 def start_controller_if_needed(settings: Settings) -> bool:
@@ -120,6 +127,8 @@ def delete_job(
         with Follower(folder, name) as follower:
             if not follower.until(is_gone, _timeout_s(timeout)):
                 raise CommandFailed(f"error: timed out waiting for the deletion of {name}")
+            # Its files go right after; a controller that is killed now leaves them to the next one.
+            follower.until(lambda: not folder.removed(uid).exists(), REMOVAL_PATIENCE_S)
     print(f'{SINGULAR} "{name}" deleted')
 
 
@@ -136,7 +145,7 @@ def get_jobs(settings: Settings, name: str | None, *, output: str, watch: bool) 
     records = [store.read(one) for one in names]
     printer.show(records, SystemClock().unix_s())
     if not records and not watch and output in ("", "wide"):
-        print_to_stderr(f"No resources found in {folder.root}.")
+        print(f"No resources found in {folder.root}.", file=sys.stderr)
     if not watch:
         return
     from everstep.controller.cli.following import Follower
@@ -264,10 +273,6 @@ def read_or_none(store: Store, name: str) -> JobRecord | None:
         return store.read(name)
     except NotFound:
         return None
-
-
-def print_to_stderr(text: str) -> None:
-    os.write(2, f"{text}\n".encode())
 
 
 def _edit(settings: Settings, name: str, change: Callable[[JobSpec], JobSpec], done: str) -> None:

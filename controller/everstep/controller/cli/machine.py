@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 from everstep.controller.api.ids import SliceId
 from everstep.controller.cli.failure import CommandFailed, UsageWrong
 from everstep.controller.cli.jobs import only_job
@@ -49,9 +47,9 @@ def kill_place(
         raise UsageWrong("say what: SLICE, SLICE/HOST, --all or --controller")
     folder = StateFolder(settings.folder)
     if controller:
-        from everstep.controller.local.guard import signal_controller
+        from everstep.controller.cli.controller import kill_controller
 
-        pid = signal_controller(folder, signal.SIGKILL)
+        pid = kill_controller(folder)
         if pid is None:
             raise CommandFailed("error: no controller is running")
         print(f"controller killed (process {pid})")

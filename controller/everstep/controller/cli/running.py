@@ -39,13 +39,17 @@ def run_file(settings: Settings, source: str) -> int:
         The exit code: 0 when it succeeded, 1 when it failed, 130 when it was interrupted; then its
         newest step is held and durable, and all its processes have ended.
     """
-    names = jobs.apply_file(settings, source)
-    if len(names) != 1:
-        raise CommandFailed(f"error: {source} has {len(names)} jobs; run takes one")
-    name = names[0]
+    from everstep.controller.cli.jobfile import read_jobs
+
+    found = read_jobs(source)
+    if len(found) != 1:
+        raise CommandFailed(f"error: {source} has {len(found)} jobs; run takes one")
+    name = found[0].metadata.name
     try:
+        jobs.apply_jobs(settings, found)
         status = _follow(settings, name)
     except KeyboardInterrupt:
+        # Also while it is being applied: the job may be there already.
         return _interrupt(settings, name)
     if status is None:
         print(f"{name} was deleted")
@@ -148,6 +152,8 @@ def _follow_in_lines(folder: StateFolder, name: str) -> JobStatus | None:
 def _interrupt(settings: Settings, name: str) -> int:
     """Suspend a job that its user interrupted; asked again, end its processes at once."""
     folder = StateFolder(settings.folder)
+    if jobs.read_or_none(Store(folder), name) is None:
+        return EXIT_INTERRUPTED
     print(f"\nsuspending {name}: its newest step is held first; Ctrl-C again ends it at once")
     try:
         jobs.suspend_job(settings, name)

@@ -109,6 +109,10 @@ class StateFolder:
     def job(self, name: str) -> JobFolder:
         return JobFolder(self.jobs / name)
 
+    def removed(self, uid: str) -> Path:
+        """Where the records of a job go on their way out; nobody sees a job there."""
+        return self.jobs / f".removed-{uid}"
+
     def job_names(self) -> tuple[str, ...]:
         """Names of all jobs, sorted."""
         try:

@@ -147,7 +147,7 @@ class Store:
                     return
             except NotFound:
                 return
-            hidden = folder.path.with_name(f".removed-{uid}")
+            hidden = self.folder.removed(uid)
             folder.path.rename(hidden)
             sync_folder(self.folder.jobs)
         self._good.pop(name, None)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.reasons import TABLE
-from everstep.controller.api.status import JobStatus
+from everstep.controller.api.status import JobStatus, Phase
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.core.model import (
     Action,
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 RECLAIMER_SLACK_S = 0.5
 """How long after a deadline the controller leaves the slice to its reclaimer."""
+
+FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 
 class LocalWorld:
@@ -129,7 +131,7 @@ class LocalWorld:
         if record is None:
             return None
         due = [
-            *self._tend_hosts(self.folder.job(job)),
+            *self._tend_hosts(self.folder.job(job), record.status.phase),
             *self._tend_notices(job, record),
         ]
         return min(due, default=None)
@@ -192,7 +194,7 @@ class LocalWorld:
                 continue
             now_s = self._clock.unix_s()
             ask_to_stop(folder, record, grace_s=action.grace_s, now_s=now_s)
-        self._tend_hosts(folder)
+        self._tend_hosts(folder, Phase.RUNNING)
 
     def _write_directive(self, job: str, action: WriteDirective) -> None:
         folder, directive = self.folder.job(job), action.directive
@@ -232,7 +234,7 @@ class LocalWorld:
         self._events.pop(job, None)
         self._tolerance.forget(f"{folder.path}/")
 
-    def _tend_hosts(self, folder: JobFolder) -> list[float]:
+    def _tend_hosts(self, folder: JobFolder, phase: Phase) -> list[float]:
         due: list[float] = []
         for host in recorded_hosts(folder):
             record = self._load_host(folder, host)
@@ -244,7 +246,8 @@ class LocalWorld:
                     enforce_stop(record, now_s=now_s)
                     # Its end is seen by its pidfd; the second look is the backstop.
                     due.append(max(record.stop_by_s, now_s + 1.0))
-            elif process_state(record, folder) is ProcessState.ABSENT:
+            elif phase in FINISHED or process_state(record, folder) is ProcessState.ABSENT:
+                # Of a finished job nothing stays but what people read.
                 end_rest(record.place)
                 forget(folder, host)
         return due
