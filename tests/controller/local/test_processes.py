@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,10 +140,9 @@ def test_a_record_of_a_process_that_never_became_an_agent_counts_as_absent(
     ids=["another start time", "another boot"],
 )
 def test_a_process_that_got_the_number_later_is_never_signalled(
-    rig: LocalRig, change: object
+    rig: LocalRig, change: Callable[[HostRecord], HostRecord]
 ) -> None:
     _start(rig)
-    assert callable(change)
     stale = change(_record(rig))
     assert not identity.is_running(stale.identity)
     ask_to_stop(rig.folder.job("llm"), stale, grace_s=0.0, now_s=rig.clock.unix_s())

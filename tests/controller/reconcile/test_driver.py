@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ PATIENCE_S = 20.0
 
 
 @asynccontextmanager
-async def _driven(rig: LocalRig, *, idle_s: float | None = None) -> AsyncIterator[Driver]:
+async def _driven(rig: LocalRig, *, idle_s: float | None = None) -> AsyncGenerator[Driver]:
     clock = SystemClock()
     with LocalWatch(rig.world) as watch:
         reconciler = Reconciler(
@@ -69,7 +69,7 @@ def _all_report(rig: LocalRig) -> None:
 
 
 @asynccontextmanager
-async def _training(rig: LocalRig, root: Path) -> AsyncIterator[Driver]:
+async def _training(rig: LocalRig, root: Path) -> AsyncGenerator[Driver]:
     rig.add_job(root=root, slices=2)
     async with _driven(rig) as driver:
         await _until(lambda: len(rig.agents()) == 2, "both agents")

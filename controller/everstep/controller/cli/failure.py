@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from everstep.controller.api.errors import SpecError
@@ -68,7 +68,7 @@ def explain(error: Exception) -> str:
 
 
 @contextmanager
-def failing_well() -> Iterator[None]:
+def failing_well() -> Generator[None]:
     """Turn errors that people can do something about into a message and an exit code."""
     try:
         yield

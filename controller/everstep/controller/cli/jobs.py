@@ -74,11 +74,11 @@ def only_job(store: Store, name: str | None) -> str:
         store.read(name)
         return name
     names = store.names()
-    if not names:
-        raise CommandFailed(f"error: no {KIND_PLURAL} in {store.folder.root}")
     if len(names) > 1:
         raise UsageWrong(f"there are {len(names)} jobs ({', '.join(names)}); say which")
-    return names[0]
+    for only in names:
+        return only
+    raise CommandFailed(f"error: no {KIND_PLURAL} in {store.folder.root}")
 
 
 def scale_job(settings: Settings, name: str, slices: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -53,7 +53,7 @@ def is_running(who: Identity) -> bool:
 
 
 @contextmanager
-def held(who: Identity) -> Iterator[int | None]:
+def held(who: Identity) -> Generator[int | None]:
     """Yield a pidfd of exactly this process, or None when it has ended."""
     try:
         pidfd = os.pidfd_open(who.pid)
