@@ -20,7 +20,12 @@ def test_a_damaged_entry_is_a_miss_and_can_be_written_again(tmp_path: Path, dama
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
     data[500] ^= 1
-    path.write_bytes({"cut short": data[:700], "bit flipped": data, "empty": b""}[damage])
+    left: dict[str, bytes] = {
+        "cut short": bytes(data[:700]),
+        "bit flipped": bytes(data),
+        "empty": b"",
+    }
+    path.write_bytes(left[damage])
     assert read_entry(tmp_path, "key") is None
     write_entry(tmp_path, "key", b"y")
     assert read_entry(tmp_path, "key") == b"y"

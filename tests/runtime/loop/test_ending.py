@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import pytest
 
@@ -14,8 +12,10 @@ GLOO = jax.errors.JaxRuntimeError(
 )
 
 
-def judged(error: BaseException | None, **facts: Any) -> Verdict:
-    return judge(error, **{"step": 4, "is_finished": False, "is_alone": False, **facts})
+def judged(
+    error: BaseException | None, *, is_finished: bool = False, is_alone: bool = False
+) -> Verdict:
+    return judge(error, step=4, is_finished=is_finished, is_alone=is_alone)
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

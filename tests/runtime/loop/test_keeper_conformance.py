@@ -79,9 +79,9 @@ def test_nothing_kept_is_a_fresh_start(successor: Successor) -> None:
 def test_the_newest_captured_step_comes_back_with_every_bit(successor: Successor) -> None:
     keeper = successor()
     state, _ = restore(keeper)
-    for step in (3, 6):
-        changed = {**state, "w": state["w"] * step, "count": step}
-        assert keeper.capture(Step(step), changed, is_required=True)
+    for taken in (3, 6):
+        changed = {**state, "w": state["w"] * taken, "count": taken}
+        assert keeper.capture(Step(taken), changed, is_required=True)
     found, step = restore(successor())
     assert step == 6
     assert bits(found) == bits({**fresh(), "w": fresh()["w"] * 6, "count": 6})

@@ -9,23 +9,24 @@ import pytest
 
 from everstep.controller.api.ids import Step
 from everstep.runtime.agent.link import HoldKind, Word, WorkerPhase
-from everstep.runtime.errors import ConfigurationError, InvariantViolated, StateRefused
+from everstep.runtime.errors import ConfigurationError, StateRefused
 from everstep.runtime.loop.ending import Leave
 from everstep.runtime.loop.run import Run
 from everstep.runtime.testing.memory_keeper import MemoryKeeper
+
+State = dict[str, Any]
 
 
 def init() -> dict[str, Any]:
     return {"w": jnp.arange(4.0), "n": jnp.zeros((), jnp.int32)}
 
 
-@jax.jit
-def advance(state: dict[str, Any]) -> dict[str, Any]:
+def advance(state: State) -> State:
     return {"w": state["w"] * 1.5 + 1, "n": state["n"] + 1}
 
 
-def train(run: Run, count: int, *, until: int | None = None) -> dict[str, Any]:
-    state = run.restore(init)
+def train(run: Run, count: int, *, until: int | None = None) -> State:
+    state: State = run.restore(init)
     for step in run.steps(count):
         state = advance(state)
         run.step_done(step, state, {"loss": state["w"][0]})
@@ -66,7 +67,7 @@ def test_snapshots_fall_on_multiples_of_the_cadence_whatever_step_was_restored()
 def test_a_changed_cadence_counts_from_the_next_step() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     for step in run.steps(9):
         if step == 4:
             keeper.control.write(Word.SNAPSHOT_EVERY, 3)
@@ -77,7 +78,7 @@ def test_a_changed_cadence_counts_from_the_next_step() -> None:
 def test_a_hold_captures_the_agreed_step_and_goes_on() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     for step in run.steps(6):
         if step == 2:
             keeper.control.write(Word.HOLD_KIND, HoldKind.CONTINUE)
@@ -89,7 +90,7 @@ def test_a_hold_captures_the_agreed_step_and_goes_on() -> None:
 def test_a_hold_to_leave_ends_train_after_the_capture_past_except_exception() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     keeper.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
     keeper.control.write(Word.HOLD_AFTER, 3)
     reached: list[int] = []
@@ -110,7 +111,7 @@ def test_a_hold_to_leave_ends_train_after_the_capture_past_except_exception() ->
 def test_whoever_swallows_leave_is_told_again() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     keeper.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
     keeper.control.write(Word.HOLD_AFTER, 1)
     steps = run.steps(6)
@@ -132,16 +133,20 @@ def test_leaving_at_the_last_step_is_finishing() -> None:
     assert keeper.steps == [3]
 
 
-def test_a_hold_for_a_step_that_is_past_is_our_bug() -> None:
+def test_a_hold_that_comes_too_late_is_passed_over_and_a_later_one_is_kept() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     steps = run.steps(9)
     run.step_done(next(steps), state)
     run.step_done(next(steps), state)
     keeper.control.write(Word.HOLD_AFTER, 1)
-    with pytest.raises(InvariantViolated, match="hold step 1, but step 3 is done"):
-        run.step_done(next(steps), state)
+    run.step_done(next(steps), state)
+    assert keeper.steps == []
+    keeper.control.write(Word.HOLD_AFTER, 5)
+    run.step_done(next(steps), state)
+    run.step_done(next(steps), state)
+    assert keeper.steps == [5]
 
 
 def test_the_shared_words_tell_where_the_worker_is() -> None:
@@ -149,7 +154,7 @@ def test_the_shared_words_tell_where_the_worker_is() -> None:
     run = keeper.start()
     seen = keeper.control
     assert seen.read(Word.STEP_DONE) == -1
-    state = run.restore(init)
+    state: State = run.restore(init)
     assert (seen.read(Word.STEP_DONE), seen.read(Word.PHASE)) == (0, WorkerPhase.COMPILING)
     steps = run.steps(3)
     step = next(steps)
@@ -162,7 +167,7 @@ def test_the_shared_words_tell_where_the_worker_is() -> None:
 def test_a_tree_that_changes_between_saves_is_refused_by_leaf() -> None:
     keeper = MemoryKeeper()
     run = keeper.start(snapshot_every_steps=2)
-    state = run.restore(init)
+    state: State = run.restore(init)
 
     def loop() -> None:
         for step in run.steps(9):
@@ -176,7 +181,7 @@ def test_a_tree_that_changes_between_saves_is_refused_by_leaf() -> None:
 
 def test_steps_are_done_in_order() -> None:
     run = MemoryKeeper().start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     next(run.steps(5))
     with pytest.raises(ConfigurationError, match="step 0, once"):
         run.step_done(1, state)
@@ -193,7 +198,7 @@ def test_a_step_that_is_not_reported_done_is_missed() -> None:
 
 def test_a_step_is_done_once() -> None:
     run = MemoryKeeper().start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     step = next(run.steps(5))
     run.step_done(step, state)
     with pytest.raises(ConfigurationError, match="once"):
@@ -211,7 +216,7 @@ def test_init_is_not_evaluated_when_a_step_is_restored() -> None:
     calls: list[bool] = []
 
     def counting_init() -> dict[str, Any]:
-        calls.append(isinstance(jnp.zeros(()), jax.core.Tracer))
+        calls.append(type(jnp.zeros(())).__name__.endswith("Tracer"))
         return init()
 
     keeper.start().restore(counting_init)
@@ -221,7 +226,7 @@ def test_init_is_not_evaluated_when_a_step_is_restored() -> None:
 def test_a_background_failure_is_raised_at_the_next_boundary() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     steps = run.steps(9)
     run.step_done(next(steps), state)
     keeper.failure = OSError("disk full")
@@ -232,7 +237,7 @@ def test_a_background_failure_is_raised_at_the_next_boundary() -> None:
 def test_metrics_appear_in_step_order_and_keep_every_bit() -> None:
     keeper = MemoryKeeper()
     run = keeper.start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     values = [0.1, 1 / 3, float(np.float32(0.1)), -0.0, 1e-308]
     for step in run.steps(len(values)):
         run.step_done(step, state, {"loss": values[step], "on_device": jnp.float32(step)})
@@ -244,7 +249,7 @@ def test_metrics_appear_in_step_order_and_keep_every_bit() -> None:
 
 def test_other_metric_names_are_refused_with_both_lists() -> None:
     run = MemoryKeeper().start()
-    state = run.restore(init)
+    state: State = run.restore(init)
     steps = run.steps(5)
     run.step_done(next(steps), state, {"loss": 1.0})
     with pytest.raises(ConfigurationError, match=r"'accuracy'.*'loss'"):
@@ -254,8 +259,7 @@ def test_other_metric_names_are_refused_with_both_lists() -> None:
 def test_random_numbers_depend_on_seed_and_step_alone() -> None:
     def draw(seed: int, step: int, incarnations: int) -> tuple[bytes, float]:
         keeper = MemoryKeeper()
-        for _ in range(incarnations):
-            run = keeper.start(seed=seed)
+        run = [keeper.start(seed=seed) for _ in range(incarnations)][-1]
         return np.asarray(jax.random.key_data(run.key(step))).tobytes(), run.rng(step).random()
 
     assert draw(1, 5, 1) == draw(1, 5, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from everstep.runtime.errors import ConfigurationError
+
 
 class ManualClock:
     """Implements `Clock`. Both readings move together."""
@@ -21,6 +23,6 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Let time pass. It cannot go back."""
         if seconds < 0:
-            raise ValueError(f"time does not go back: {seconds}")
+            raise ConfigurationError("seconds", seconds, "0 or more: time does not go back")
         self._unix_s += seconds
         self._monotonic_s += seconds

@@ -116,7 +116,7 @@ class MemoryKeeper:
 def _copy(leaf: Any) -> Any:
     """A copy on the host; of typed keys one on the device, which is theirs alone."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.array(jax.random.key_data(leaf))
+        data = jnp.array(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(leaf)))
     return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
