@@ -37,9 +37,7 @@ def test_applying_the_same_again_changes_nothing(store: Store, tmp_path: Path) -
     assert store.read("llm") == before
 
 
-def test_another_spec_keeps_the_identity_and_is_counted(
-    store: Store, tmp_path: Path
-) -> None:
+def test_another_spec_keeps_the_identity_and_is_counted(store: Store, tmp_path: Path) -> None:
     before = store.read("llm")
     store.persist("llm", Ledger(incarnation=Incarnation(7)), JobStatus(), before.precondition)
     assert _apply(store, tmp_path, slices=3) is Outcome.CONFIGURED

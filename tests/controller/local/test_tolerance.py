@@ -13,6 +13,7 @@ from everstep.controller.core.model import HostView, StartSlice
 from everstep.controller.local.errors import RecordCorrupt
 from everstep.controller.local.observe import Tolerance
 from everstep.controller.local.records import HostRecord
+from everstep.controller.ops.clock import SystemClock
 from local_rig import LocalRig
 from reports import write_report
 
@@ -88,15 +89,28 @@ def test_a_garbage_directive_is_as_good_as_none_for_a_controller_that_starts(
     assert seen.view.slices[0].hosts[0].started_for == record.started_for
 
 
-def test_garbage_is_said_once_until_it_changes() -> None:
+def test_garbage_is_said_once_until_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("garbage")
     said: list[str] = []
-    tolerance = Tolerance(say=lambda error: said.append(error.why))
+    tolerance = Tolerance(say=lambda error: said.append(error.why), clock=SystemClock())
     content = ["first"]
 
     def read() -> Report:
-        raise RecordCorrupt(Path("x"), content[0])
+        raise RecordCorrupt(path, content[0])
 
     for why in ("first", "first", "second", "second"):
         content[0] = why
-        assert tolerance.load("x", read) is None
+        assert tolerance.load(path, read) is None
     assert said == ["first", "second"]
+
+
+def test_a_file_that_is_replaced_is_read_again_however_fast_that_goes(
+    rig: LocalRig, record: HostRecord
+) -> None:
+    for step in range(100, 300):
+        # The same size each time, and often the same inode within one tick of the clock.
+        _write(rig, record, step=step)
+        report = _host(rig).report
+        assert report is not None
+        assert report.step == step

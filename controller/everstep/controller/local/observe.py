@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
@@ -29,42 +31,75 @@ from everstep.controller.local.records import (
     NoticeRecord,
     load,
 )
+from everstep.controller.ops.clock import Clock
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+SETTLED_S = 0.1
+"""Younger files are read each time: within one tick of the file system's clock an inode may be
+freed and used again, and two contents look the same."""
 
 CLOCK_SLACK_S = 1.0
 """A report may be dated this much before its process was recorded: two clocks are read."""
 
 
 class Tolerance:
-    """Remembers the last good content of each file, and says once when one turned to garbage."""
+    """Remembers the last good content of each file, and says once when one turned to garbage.
 
-    def __init__(self, say: Callable[[RecordCorrupt], None]) -> None:
+    A file that did not change is not read again: each is replaced as a whole, so another content
+    is another inode, or another time.
+    """
+
+    def __init__(self, say: Callable[[RecordCorrupt], None], clock: Clock) -> None:
         self._say = say
+        self._clock = clock
         self._good: dict[str, msgspec.Struct] = {}
         self._said: dict[str, str] = {}
+        self._read_at: dict[str, tuple[int, int, int]] = {}
 
-    def load(self, path_name: str, read: Callable[[], T | None]) -> T | None:
-        """Return what `read` returns; the last good content while it raises `RecordCorrupt`."""
+    def load(self, path: Path, read: Callable[[], T | None]) -> T | None:
+        """Return what `read` returns; the last good content while it raises `RecordCorrupt`.
+
+        Args:
+            path: of the file that `read` reads. A path is always read as the same type.
+            read: reads and decodes it.
+        """
+        name = str(path)
+        try:
+            at = os.stat(name)
+        except (FileNotFoundError, NotADirectoryError):
+            self._forget(name)
+            return None
+        looks = (at.st_ino, at.st_mtime_ns, at.st_size)
+        if self._read_at.get(name) == looks:
+            return cast("T | None", self._good.get(name))
+        self._read_at.pop(name, None)
         try:
             found = read()
         except RecordCorrupt as error:
-            if self._said.get(path_name) != error.why:
-                self._said[path_name] = error.why
+            if self._said.get(name) != error.why:
+                self._said[name] = error.why
                 self._say(error)
-            # A path is always read as the same type.
-            return cast("T | None", self._good.get(path_name))
-        self._said.pop(path_name, None)
+            return cast("T | None", self._good.get(name))
+        self._said.pop(name, None)
         if found is None:
-            self._good.pop(path_name, None)
-        else:
-            self._good[path_name] = found
+            self._forget(name)
+            return None
+        self._good[name] = found
+        if self._clock.unix_s() - at.st_mtime > SETTLED_S:
+            self._read_at[name] = looks
         return found
 
-    def forget(self, prefix: str) -> None:
+    def forget_below(self, folder: Path) -> None:
         """Forget all files of a job that was removed."""
-        self._good = {k: v for k, v in self._good.items() if not k.startswith(prefix)}
-        self._said = {k: v for k, v in self._said.items() if not k.startswith(prefix)}
+        prefix = f"{folder}/"
+        for name in [name for name in (*self._good, *self._said) if name.startswith(prefix)]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._good.pop(name, None)
+        self._said.pop(name, None)
+        self._read_at.pop(name, None)
 
 
 def observe_job(record: JobRecord, folder: JobFolder, tolerance: Tolerance) -> View:
@@ -109,7 +144,7 @@ def process_state(record: HostRecord, folder: JobFolder) -> ProcessState:
 
 def load_directive(folder: JobFolder, job_uid: str, tolerance: Tolerance) -> Directive | None:
     """Read the directive that agents can read now."""
-    found = tolerance.load(str(folder.directive), lambda: load(folder.directive, Directive))
+    found = tolerance.load(folder.directive, lambda: load(folder.directive, Directive))
     return found if found is not None and found.job_uid == job_uid else None
 
 
@@ -124,7 +159,7 @@ def load_report(
         except RecordCorrupt:
             return None
     else:
-        found = tolerance.load(str(path), lambda: load(path, Report))
+        found = tolerance.load(path, lambda: load(path, Report))
     if (
         found is None
         or found.version != WIRE_VERSION
@@ -138,7 +173,7 @@ def load_report(
 
 
 def _host_record(folder: JobFolder, host: HostId, tolerance: Tolerance) -> HostRecord | None:
-    return tolerance.load(str(folder.host(host)), lambda: load_host(folder, host))
+    return tolerance.load(folder.host(host), lambda: load_host(folder, host))
 
 
 def _slice_view(
@@ -150,7 +185,7 @@ def _slice_view(
     tolerance: Tolerance,
 ) -> SliceView:
     path = folder.slice_capacity(slice_id)
-    found = tolerance.load(str(path), lambda: load(path, CapacityRecord))
+    found = tolerance.load(path, lambda: load(path, CapacityRecord))
     granted = found or CapacityRecord(since_s=record.metadata.created_at)
     hosts = [HostId(slice=slice_id, host=n) for n in range(hosts_per_slice)]
     is_available = granted.state is Capacity.AVAILABLE

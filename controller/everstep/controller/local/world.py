@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ from everstep.controller.local.capacity import (
 )
 from everstep.controller.local.errors import NotFound, RecordCorrupt
 from everstep.controller.local.events import EventLog
-from everstep.controller.local.files import write_durable, write_soft
+from everstep.controller.local.files import write_soft
 from everstep.controller.local.folder import JobFolder, StateFolder
 from everstep.controller.local.identity import Place
 from everstep.controller.local.observe import (
@@ -82,7 +83,7 @@ class LocalWorld:
         self._agent_command = agent_command
         self._clock = clock
         self._log = log
-        self._tolerance = Tolerance(say=self._say_garbage)
+        self._tolerance = Tolerance(say=self._say_garbage, clock=clock)
         self._events: dict[str, EventLog] = {}
 
     def jobs(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class LocalWorld:
 
     def observe(self, job: str) -> Observation | None:
         folder = self.folder.job(job)
-        record = self._tolerance.load(str(folder.record), lambda: self._read(job))
+        record = self._look_up(job)
         if record is None:
             return None
         return Observation(
@@ -124,10 +125,7 @@ class LocalWorld:
         Returns:
             When to tend again although nothing is seen to change; Unix seconds.
         """
-        try:
-            record = self._read(job)
-        except RecordCorrupt:
-            return None
+        record = self._look_up(job)
         if record is None:
             return None
         due = [
@@ -198,13 +196,15 @@ class LocalWorld:
 
     def _write_directive(self, job: str, action: WriteDirective) -> None:
         folder, directive = self.folder.job(job), action.directive
-        record = self._read(job)
+        record = self._look_up(job)
         if record is None or record.metadata.uid != directive.job_uid:
             return
         found = load_directive(folder, directive.job_uid, self._tolerance)
         if found is not None and found.sequence >= directive.sequence:
             return
-        write_durable(folder.directive, encode(directive))
+        # Not synced: agents wait for it, it is made anew from the ledger when it is not there, and a
+        # crash of the machine that takes it takes all its readers too.
+        write_soft(folder.directive, encode(directive))
 
     def _emit(self, job: str, action: EmitEvent) -> None:
         folder = self.folder.job(job)
@@ -232,7 +232,7 @@ class LocalWorld:
         kill(place_of(folder), clock=self._clock)
         self.store.remove(job, record.metadata.uid)
         self._events.pop(job, None)
-        self._tolerance.forget(f"{folder.path}/")
+        self._tolerance.forget_below(folder.path)
 
     def _tend_hosts(self, folder: JobFolder, phase: Phase) -> list[float]:
         due: list[float] = []
@@ -254,12 +254,11 @@ class LocalWorld:
 
     def _tend_notices(self, job: str, record: JobRecord) -> list[float]:
         due: list[float] = []
+        folder = self.folder.job(job)
         for n in range(record.spec.slices.count_max):
             slice_id = SliceId(n)
-            try:
-                granted = load_capacity(self.folder.job(job), slice_id)
-            except RecordCorrupt:
-                continue
+            path = folder.slice_capacity(slice_id)
+            granted = self._tolerance.load(path, partial(load_capacity, folder, slice_id))
             if granted is None or granted.notice is None:
                 continue
             overdue_s = granted.notice.deadline_s + RECLAIMER_SLACK_S
@@ -270,6 +269,10 @@ class LocalWorld:
             take_away(self.folder, job, slice_id, clock=self._clock, notice_id=granted.notice.id)
         return due
 
+    def _look_up(self, job: str) -> JobRecord | None:
+        """Return a job's record; the last good one while its file is garbage."""
+        return self._tolerance.load(self.folder.job(job).record, lambda: self._read(job))
+
     def _read(self, job: str) -> JobRecord | None:
         try:
             return self.store.read(job)
@@ -277,7 +280,7 @@ class LocalWorld:
             return None
 
     def _load_host(self, folder: JobFolder, host: HostId) -> HostRecord | None:
-        return self._tolerance.load(str(folder.host(host)), lambda: load_host(folder, host))
+        return self._tolerance.load(folder.host(host), lambda: load_host(folder, host))
 
     def _say_garbage(self, error: RecordCorrupt) -> None:
         self._log.error("record refused", path=str(error.path), why=error.why)

@@ -95,8 +95,9 @@ class Driver:
     def _look_at(self, job: str) -> None:
         self._busy.add(job)
         try:
-            tend_at_s = self._world.tend(job)
+            # First what agents wait for, then what nobody waits for.
             outcome = self._reconciler.reconcile(job)
+            tend_at_s = self._world.tend(job)
             self._signals.attend(job)
         except Exception as error:  # noqa: BLE001
             # One job that cannot be looked at must not stop the others; this is the place where
