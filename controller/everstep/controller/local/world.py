@@ -202,8 +202,8 @@ class LocalWorld:
         found = load_directive(folder, directive.job_uid, self._tolerance)
         if found is not None and found.sequence >= directive.sequence:
             return
-        # Not synced: agents wait for it, it is made anew from the ledger when it is not there, and a
-        # crash of the machine that takes it takes all its readers too.
+        # Not synced, for agents wait for it. It is made anew from the ledger when it is not there,
+        # and a crash of the machine that takes it takes all its readers too.
         write_soft(folder.directive, encode(directive))
 
     def _emit(self, job: str, action: EmitEvent) -> None:
