@@ -22,7 +22,7 @@ from everstep.controller.api.wire import (
     RequestKind,
     RestoreFigures,
 )
-from everstep.runtime.agent import agreement, rendezvous
+from everstep.runtime.agent import agreement, events, rendezvous
 from everstep.runtime.agent import session as life
 from everstep.runtime.agent.agreement import Agreement, Stage
 from everstep.runtime.agent.link import Ending, EndKind
@@ -169,36 +169,36 @@ class World:
         self.hosts.pop(host(slice_id), None)
 
     def _tick(self, one: SimHost) -> None:
-        self.feed(one, life.TimePassed(at_s=self.now_s))
+        self.feed(one, events.TimePassed(at_s=self.now_s))
         self.on(one.id, 0.5, self._tick)
 
     def _show(self, who: HostId, new: Directive) -> None:
         def see(one: SimHost) -> None:
-            self.feed(one, life.DirectiveSeen(directive=new, at_s=self.now_s))
+            self.feed(one, events.DirectiveSeen(directive=new, at_s=self.now_s))
 
         self.on(who, self.delay(), see)
 
-    def feed(self, one: SimHost, event: life.Event) -> None:
+    def feed(self, one: SimHost, event: events.Event) -> None:
         one.session, effects = life.step(one.session, event)
         for effect in effects:
             match effect:
-                case life.EndIncarnation():
+                case events.EndIncarnation():
                     one.worker, one.gathering, one.serving = None, None, None
-                case life.BeginJoin():
+                case events.BeginJoin():
                     self._begin_join(one, effect.directive)
-                case life.LaunchWorker():
+                case events.LaunchWorker():
                     self._launch(one, effect)
-                case life.KillWorker():
+                case events.KillWorker():
                     self._end(one, None, signal=9)
-                case life.ServeRequest():
+                case events.ServeRequest():
                     self._serve(one, effect.request)
-                case life.DropRequest():
+                case events.DropRequest():
                     one.serving = None
                     if one.worker is not None:
                         one.worker.armed = None
-                case life.Leave():
+                case events.Leave():
                     self.hosts.pop(one.id, None)
-                case life.TellLead() | life.MakeFinal() | life.Publish():
+                case events.TellLead() | events.MakeFinal() | events.Publish():
                     pass
 
     # The join.
@@ -244,7 +244,7 @@ class World:
     def _answer(self, one: SimHost, gathering: Gathering) -> None:
         new = gathering.directive
         if new.incarnation < self.claimed:
-            fence = life.FenceSeen(newest=Incarnation(self.claimed), at_s=self.now_s)
+            fence = events.FenceSeen(newest=Incarnation(self.claimed), at_s=self.now_s)
             self.feed(one, fence)
             return
         self.claimed = new.incarnation
@@ -268,14 +268,14 @@ class World:
 
     def _tell_joined(self, who: HostId, incarnation: Incarnation, joined: Joined) -> None:
         def arrive(one: SimHost) -> None:
-            event = life.JoinAnswered(incarnation=incarnation, joined=joined, at_s=self.now_s)
+            event = events.JoinAnswered(incarnation=incarnation, joined=joined, at_s=self.now_s)
             self.feed(one, event)
 
         self.on(who, self.delay(), arrive)
 
     # Training.
 
-    def _launch(self, one: SimHost, effect: life.LaunchWorker) -> None:
+    def _launch(self, one: SimHost, effect: events.LaunchWorker) -> None:
         given = effect.assignment
         step = given.restore_step or Step(0)
         worker = Worker(incarnation=given.incarnation, step=step)
@@ -287,7 +287,7 @@ class World:
                 figures = RestoreFigures(incarnation=given.incarnation, step=step, source="x")
                 self.feed(
                     host_,
-                    life.WorkerRestored(
+                    events.WorkerRestored(
                         incarnation=given.incarnation, figures=figures, at_s=self.now_s
                     ),
                 )
@@ -313,9 +313,11 @@ class World:
         if one.session.worker is not None and not one.session.worker.is_training:
             self.feed(
                 one,
-                life.WorkerFirstStep(incarnation=worker.incarnation, figures=None, at_s=self.now_s),
+                events.WorkerFirstStep(
+                    incarnation=worker.incarnation, figures=None, at_s=self.now_s
+                ),
             )
-        progressed = life.WorkerProgressed(
+        progressed = events.WorkerProgressed(
             incarnation=worker.incarnation, step=Step(worker.step), at_s=self.now_s
         )
         self.feed(one, progressed)
@@ -346,7 +348,7 @@ class World:
         def write(host_: SimHost) -> None:
             # The storage itself refuses who is not the newest claim (G6).
             if incarnation != self.claimed:
-                fence = life.FenceSeen(newest=Incarnation(self.claimed), at_s=self.now_s)
+                fence = events.FenceSeen(newest=Incarnation(self.claimed), at_s=self.now_s)
                 if host_.session.incarnation == incarnation:
                     self.feed(host_, fence)
                 return
@@ -369,7 +371,7 @@ class World:
         one.worker = None
         self.feed(
             one,
-            life.WorkerEnded(
+            events.WorkerEnded(
                 incarnation=worker.incarnation,
                 ending=ending,
                 code=code,
@@ -512,7 +514,7 @@ class World:
             message=why,
         )
         incarnation = one.session.incarnation
-        self.feed(one, life.RequestServed(incarnation=incarnation, held=held, at_s=self.now_s))
+        self.feed(one, events.RequestServed(incarnation=incarnation, held=held, at_s=self.now_s))
 
     # The controller: as simple as one can be that keeps its promises.
 

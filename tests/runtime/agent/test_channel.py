@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from structlog.testing import CapturingLogger
+from structlog.typing import FilteringBoundLogger
 
 from agent_values import directive, host
 from everstep.controller.api import codec
@@ -24,9 +26,15 @@ def write(folder: Path, data: bytes) -> None:
     temporary.replace(folder / "directive.json")
 
 
+def logger_of(log: CapturingLogger) -> FilteringBoundLogger:
+    wrapper = structlog.make_filtering_bound_logger(0)
+    bound: FilteringBoundLogger = structlog.wrap_logger(log, processors=[], wrapper_class=wrapper)
+    return bound
+
+
 def channel_in(folder: Path) -> tuple[LocalChannel, CapturingLogger]:
     log = CapturingLogger()
-    return LocalChannel(folder, host(0), log), log
+    return LocalChannel(folder, host(0), logger_of(log)), log
 
 
 async def next_of(directives: AsyncIterator[Directive], timeout_s: float = 5.0) -> Directive:
@@ -123,4 +131,4 @@ def test_a_folder_that_vanished_ends_no_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["", "kube:x", "local:relative", "local:/no/such/folder"])
 def test_a_channel_that_cannot_be_is_refused_by_name(uri: str) -> None:
     with pytest.raises(ConfigurationError, match="--channel"):
-        open_channel(uri, host(0), CapturingLogger())
+        open_channel(uri, host(0), logger_of(CapturingLogger()))

@@ -17,6 +17,7 @@ from everstep.controller.api.wire import (
     HostPhase,
     RestoreFigures,
 )
+from everstep.runtime.agent import events
 from everstep.runtime.agent import session as life
 from everstep.runtime.agent.link import Assignment, Ending, EndKind
 from everstep.runtime.agent.rendezvous import rank_of
@@ -48,17 +49,17 @@ class Host:
         self.state = Session(host=host(slice_id), job_uid="uid-1")
         self.now_s = 100.0
 
-    def feed(self, *events: life.Event) -> list[life.Effect]:
-        effects: list[life.Effect] = []
-        for event in events:
+    def feed(self, *happened: events.Event) -> list[events.Effect]:
+        effects: list[events.Effect] = []
+        for event in happened:
             self.state, found = life.step(self.state, event)
             effects += found
         return effects
 
-    def see(self, one: Directive) -> list[life.Effect]:
-        return self.feed(life.DirectiveSeen(directive=one, at_s=self.now_s))
+    def see(self, one: Directive) -> list[events.Effect]:
+        return self.feed(events.DirectiveSeen(directive=one, at_s=self.now_s))
 
-    def run(self, one: Directive, restore_step: int | None = None) -> list[life.Effect]:
+    def run(self, one: Directive, restore_step: int | None = None) -> list[events.Effect]:
         """Come from anywhere to training in this directive's incarnation."""
         effects = self.see(one)
         n = one.incarnation
@@ -69,10 +70,10 @@ class Host:
             source="memory" if restore_step else "fresh",
         )
         return effects + self.feed(
-            life.JoinAnswered(incarnation=n, joined=joined, at_s=self.now_s),
-            life.WorkerStarted(incarnation=n, at_s=self.now_s),
-            life.WorkerRestored(incarnation=n, figures=figures, at_s=self.now_s),
-            life.WorkerFirstStep(incarnation=n, figures=figures, at_s=self.now_s),
+            events.JoinAnswered(incarnation=n, joined=joined, at_s=self.now_s),
+            events.WorkerStarted(incarnation=n, at_s=self.now_s),
+            events.WorkerRestored(incarnation=n, figures=figures, at_s=self.now_s),
+            events.WorkerFirstStep(incarnation=n, figures=figures, at_s=self.now_s),
         )
 
     def end(
@@ -83,10 +84,10 @@ class Host:
         signal: int | None = None,
         step: int = 5,
         is_before_main: bool = False,
-    ) -> list[life.Effect]:
+    ) -> list[events.Effect]:
         ending = None if kind is None else Ending(kind=kind, step=Step(step), message="words")
         return self.feed(
-            life.WorkerEnded(
+            events.WorkerEnded(
                 incarnation=self.state.incarnation,
                 ending=ending,
                 code=code,
@@ -98,14 +99,14 @@ class Host:
         )
 
 
-def kinds(effects: list[life.Effect]) -> list[type[life.Effect]]:
-    return [type(effect) for effect in effects if not isinstance(effect, life.Publish)]
+def kinds(effects: list[events.Effect]) -> list[type[events.Effect]]:
+    return [type(effect) for effect in effects if not isinstance(effect, events.Publish)]
 
 
 def test_a_member_joins_restores_and_runs() -> None:
     one = Host()
     effects = one.run(directive(1, [0, 1]))
-    assert kinds(effects) == [life.EndIncarnation, life.BeginJoin, life.LaunchWorker]
+    assert kinds(effects) == [events.EndIncarnation, events.BeginJoin, events.LaunchWorker]
     assert one.state.phase is HostPhase.RUNNING
 
 
@@ -114,21 +115,21 @@ def test_wait_and_stop_end_the_worker_at_once(command: Command) -> None:  # S2
     one = Host()
     one.run(directive(1, [0, 1]))
     effects = one.see(directive(1, [0, 1], sequence=101, command=command))
-    assert kinds(effects)[0] is life.EndIncarnation
+    assert kinds(effects)[0] is events.EndIncarnation
     assert one.state.worker is None or command is Command.STOP
-    assert (life.Leave(code=0) in effects) == (command is Command.STOP)  # S3
+    assert (events.Leave(code=0) in effects) == (command is Command.STOP)  # S3
 
 
 def test_a_newer_incarnation_ends_the_worker_and_joins() -> None:  # S2
     one = Host()
     one.run(directive(1, [0, 1]))
     effects = one.see(directive(2, [0, 1]))
-    assert effects[0] == life.EndIncarnation(incarnation=Incarnation(1))
-    assert kinds(effects) == [life.EndIncarnation, life.BeginJoin]
+    assert effects[0] == events.EndIncarnation(incarnation=Incarnation(1))
+    assert kinds(effects) == [events.EndIncarnation, events.BeginJoin]
     # The end of the old worker is nobody's news.
     assert (
         one.feed(
-            life.WorkerEnded(
+            events.WorkerEnded(
                 incarnation=Incarnation(1),
                 ending=None,
                 code=None,
@@ -155,12 +156,12 @@ def test_an_older_or_foreign_directive_changes_nothing() -> None:  # S1, C106
 def test_a_host_that_is_no_member_waits_and_leaves_only_after_a_notice() -> None:
     one = Host(slice_id=1)
     one.run(directive(1, [0, 1]))
-    assert life.Leave not in kinds(one.see(directive(2, [0])))
+    assert events.Leave not in kinds(one.see(directive(2, [0])))
     assert one.state.phase is HostPhase.WAITING
     two = Host(slice_id=1)
     two.run(directive(1, [0, 1]))
-    two.feed(life.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0))
-    assert life.Leave(code=life.EXIT_RELEASED) in two.see(directive(2, [0]))
+    two.feed(events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0))
+    assert events.Leave(code=life.EXIT_RELEASED) in two.see(directive(2, [0]))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_an_abort_of_a_process_alone_is_its_own_doing() -> None:
 def test_what_breaks_after_the_notice_is_its_consequence() -> None:  # S5, C058, G10
     one = Host()
     one.run(directive(1, [0, 1]))
-    one.feed(life.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0))
+    one.feed(events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0))
     one.end(kind=EndKind.USER_ERROR, code=1)
     assert one.state.exit is not None
     assert one.state.exit.cause is ExitCause.CONSEQUENCE
@@ -225,16 +226,16 @@ def test_what_breaks_after_the_notice_is_its_consequence() -> None:  # S5, C058,
 def test_done_is_reported_only_when_the_last_step_is_durable() -> None:  # C001, C026
     lead = Host()
     lead.run(directive(1, [0, 1]))
-    assert life.MakeFinal(step=Step(5)) in lead.end(kind=EndKind.DONE, code=0)
+    assert events.MakeFinal(step=Step(5)) in lead.end(kind=EndKind.DONE, code=0)
     phases: list[HostPhase] = [lead.state.phase]
     for step in (4, 5):
-        lead.feed(life.StepCommitted(step=Step(step), at_s=101.0))
+        lead.feed(events.StepCommitted(step=Step(step), at_s=101.0))
         phases.append(lead.state.phase)
     assert phases == [HostPhase.RUNNING, HostPhase.RUNNING, HostPhase.DONE]
     member = Host(slice_id=1)
     member.run(directive(1, [0, 1]))
-    member.feed(life.StepCommitted(step=Step(5), at_s=101.0))
-    assert life.MakeFinal not in kinds(member.end(kind=EndKind.DONE, code=0))
+    member.feed(events.StepCommitted(step=Step(5), at_s=101.0))
+    assert events.MakeFinal not in kinds(member.end(kind=EndKind.DONE, code=0))
     assert member.state.phase is HostPhase.DONE
 
 
@@ -245,10 +246,10 @@ def test_only_the_lead_serves_a_request_and_serves_it_once() -> None:
         request = leave(doomed=[1])
         asked = directive(1, [0, 1], sequence=101, request=request)
         effects = one.see(asked)
-        assert (life.ServeRequest(request=request) in effects) == serves
+        assert (events.ServeRequest(request=request) in effects) == serves
         assert one.state.phase is HostPhase.HOLDING
         again = directive(1, [0, 1], sequence=102, request=request)
-        assert life.ServeRequest not in kinds(one.see(again))
+        assert events.ServeRequest not in kinds(one.see(again))
 
 
 def test_a_changed_request_replaces_the_one_that_is_served() -> None:  # C071
@@ -257,11 +258,11 @@ def test_a_changed_request_replaces_the_one_that_is_served() -> None:  # C071
     one.see(directive(1, [0, 1, 2], sequence=101, request=leave(number=1, doomed=[1])))
     second = leave(number=2, doomed=[1, 2])
     effects = one.see(directive(1, [0, 1, 2], sequence=102, request=second))
-    assert life.ServeRequest(request=second) in effects
+    assert events.ServeRequest(request=second) in effects
     late = Held(
         request_id="1-1", step=Step(4), where=(), durable=False, bytes_moved=0, complete=True
     )
-    one.feed(life.RequestServed(incarnation=Incarnation(1), held=late, at_s=100.0))
+    one.feed(events.RequestServed(incarnation=Incarnation(1), held=late, at_s=100.0))
     assert one.state.held is None
 
 
@@ -270,7 +271,7 @@ def test_a_withdrawn_request_is_dropped_and_training_goes_on() -> None:  # C076
     one.run(directive(1, [0, 1]))
     one.see(directive(1, [0, 1], sequence=101, request=leave(doomed=[1])))
     effects = one.see(directive(1, [0, 1], sequence=102))
-    assert kinds(effects) == [life.DropRequest]
+    assert kinds(effects) == [events.DropRequest]
     assert one.state.phase is HostPhase.RUNNING
 
 
@@ -278,20 +279,20 @@ def test_a_request_that_came_during_the_join_is_served_after_it() -> None:
     one = Host()
     one.see(directive(1, [0, 1]))
     asked = directive(1, [0, 1], sequence=101, request=leave(doomed=[1]))
-    assert life.ServeRequest not in kinds(one.see(asked))
+    assert events.ServeRequest not in kinds(one.see(asked))
     joined = Joined(assignment=assignment(asked, host(0)))
-    effects = one.feed(life.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=101.0))
-    assert kinds(effects) == [life.LaunchWorker, life.ServeRequest]
+    effects = one.feed(events.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=101.0))
+    assert kinds(effects) == [events.LaunchWorker, events.ServeRequest]
 
 
 def test_a_worker_without_progress_is_killed_and_called_hung() -> None:  # G7, C268
     one = Host()
     one.run(directive(1, [0, 1]))
     for second in range(60):
-        assert one.feed(life.TimePassed(at_s=100.0 + second)) == []
-    effects = one.feed(life.TimePassed(at_s=160.0))
-    assert kinds(effects) == [life.KillWorker]
-    assert one.feed(life.TimePassed(at_s=161.0)) == []
+        assert one.feed(events.TimePassed(at_s=100.0 + second)) == []
+    effects = one.feed(events.TimePassed(at_s=160.0))
+    assert kinds(effects) == [events.KillWorker]
+    assert one.feed(events.TimePassed(at_s=161.0)) == []
     one.end(signal=9)
     assert one.state.exit is not None
     assert one.state.exit.cause is ExitCause.HUNG
@@ -302,17 +303,17 @@ def test_the_first_step_has_its_own_longer_grace() -> None:
     one = Host()
     one.see(directive(1, [0, 1]))
     joined = Joined(assignment=assignment(directive(1, [0, 1]), host(0)))
-    one.feed(life.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=100.0))
+    one.feed(events.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=100.0))
     for second in range(120):
-        assert one.feed(life.TimePassed(at_s=100.0 + second)) == []
-    assert kinds(one.feed(life.TimePassed(at_s=220.0))) == [life.KillWorker]
+        assert one.feed(events.TimePassed(at_s=100.0 + second)) == []
+    assert kinds(one.feed(events.TimePassed(at_s=220.0))) == [events.KillWorker]
 
 
 def test_time_in_which_the_agent_itself_did_not_run_proves_nothing() -> None:  # C263
     one = Host()
     one.run(directive(1, [0, 1]))
-    one.feed(life.TimePassed(at_s=101.0))
-    assert one.feed(life.TimePassed(at_s=1000.0)) == []
+    one.feed(events.TimePassed(at_s=101.0))
+    assert one.feed(events.TimePassed(at_s=1000.0)) == []
     assert list(life.deadlines(one.state)) == [100.0 + 899.0 + 60.0]
 
 
@@ -320,15 +321,15 @@ def test_a_lead_that_never_answers_is_named_by_the_others() -> None:  # G7
     one = Host(slice_id=1)
     one.see(directive(1, [0, 1]))
     for second in range(92):
-        one.feed(life.TimePassed(at_s=100.0 + second))
+        one.feed(events.TimePassed(at_s=100.0 + second))
     assert one.state.missing == (host(0),)
 
 
 def test_a_fenced_agent_stops_its_worker_and_says_by_whom() -> None:  # G6
     one = Host()
     one.run(directive(1, [0, 1]))
-    effects = one.feed(life.FenceSeen(newest=Incarnation(7), at_s=101.0))
-    assert kinds(effects) == [life.EndIncarnation]
+    effects = one.feed(events.FenceSeen(newest=Incarnation(7), at_s=101.0))
+    assert kinds(effects) == [events.EndIncarnation]
     assert one.state.fenced_by == 7
     assert one.state.phase is HostPhase.ENDED
 
@@ -336,8 +337,8 @@ def test_a_fenced_agent_stops_its_worker_and_says_by_whom() -> None:  # G6
 def test_a_lost_coordinator_is_a_consequence_and_ends_the_worker() -> None:
     one = Host()
     one.run(directive(1, [0, 1]))
-    effects = one.feed(life.CoordinatorLost(incarnation=Incarnation(1), at_s=101.0))
-    assert kinds(effects) == [life.KillWorker]
+    effects = one.feed(events.CoordinatorLost(incarnation=Incarnation(1), at_s=101.0))
+    assert kinds(effects) == [events.KillWorker]
     assert one.state.exit is not None
     assert one.state.exit.cause is ExitCause.CONSEQUENCE
 
@@ -345,12 +346,12 @@ def test_a_lost_coordinator_is_a_consequence_and_ends_the_worker() -> None:
 def test_a_repeated_notice_ends_the_agent_only_when_nothing_is_lost_by_it() -> None:  # C071
     one = Host()
     one.run(directive(1, [0, 1]))
-    notice = life.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0)
-    assert kinds(one.feed(notice)) == [life.TellLead]
+    notice = events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0)
+    assert kinds(one.feed(notice)) == [events.TellLead]
     assert one.feed(notice) == []
     one.see(directive(1, [0, 1], sequence=101, request=leave(doomed=[0])))
     one.end(kind=EndKind.LEFT, code=75)
-    assert life.Leave(code=life.EXIT_RELEASED) in one.feed(notice)
+    assert events.Leave(code=life.EXIT_RELEASED) in one.feed(notice)
 
 
 # Any order of events.
@@ -371,10 +372,10 @@ directives = st.builds(
     st.sampled_from([Command.RUN, Command.RUN, Command.WAIT]),
     st.booleans(),
 )
-events = st.one_of(
-    st.builds(life.DirectiveSeen, directive=directives, at_s=times),
+any_event = st.one_of(
+    st.builds(events.DirectiveSeen, directive=directives, at_s=times),
     st.builds(
-        life.JoinAnswered,
+        events.JoinAnswered,
         incarnation=incarnations,
         joined=st.sampled_from(
             [
@@ -386,15 +387,15 @@ events = st.one_of(
         ),
         at_s=times,
     ),
-    st.builds(life.WorkerStarted, incarnation=incarnations, at_s=times),
+    st.builds(events.WorkerStarted, incarnation=incarnations, at_s=times),
     st.builds(
-        life.WorkerProgressed,
+        events.WorkerProgressed,
         incarnation=incarnations,
         step=st.integers(0, 9).map(Step),
         at_s=times,
     ),
     st.builds(
-        life.WorkerEnded,
+        events.WorkerEnded,
         incarnation=incarnations,
         ending=st.none() | st.builds(Ending, kind=st.sampled_from(EndKind), step=st.just(Step(5))),
         code=st.sampled_from([0, 1, 3]),
@@ -402,16 +403,18 @@ events = st.one_of(
         step=st.integers(0, 9).map(Step),
         at_s=times,
     ),
-    st.builds(life.CoordinatorLost, incarnation=incarnations, at_s=times),
-    st.builds(life.NoticeArrived, reason=st.just("SIGTERM"), deadline_s=times, at_s=times),
-    st.builds(life.StepCommitted, step=st.integers(0, 9).map(Step), at_s=times),
-    st.builds(life.FenceSeen, newest=incarnations, at_s=times),
-    st.builds(life.TimePassed, at_s=times),
+    st.builds(events.CoordinatorLost, incarnation=incarnations, at_s=times),
+    st.builds(events.NoticeArrived, reason=st.just("SIGTERM"), deadline_s=times, at_s=times),
+    st.builds(events.StepCommitted, step=st.integers(0, 9).map(Step), at_s=times),
+    st.builds(events.FenceSeen, newest=incarnations, at_s=times),
+    st.builds(events.TimePassed, at_s=times),
 )
 
 
-@given(st.lists(events, max_size=25))
-def test_whatever_happens_in_whatever_order_the_invariants_hold(history: list[life.Event]) -> None:
+@given(st.lists(any_event, max_size=25))
+def test_whatever_happens_in_whatever_order_the_invariants_hold(
+    history: list[events.Event],
+) -> None:
     one = Host()
     launched: set[Incarnation] = set()
     for event in history:
@@ -421,14 +424,14 @@ def test_whatever_happens_in_whatever_order_the_invariants_hold(history: list[li
         assert after.incarnation >= before.incarnation  # S1
         assert after.step >= before.step
         if after.incarnation > before.incarnation and before.worker is not None:
-            assert life.EndIncarnation(incarnation=before.incarnation) in effects  # S2
+            assert events.EndIncarnation(incarnation=before.incarnation) in effects  # S2
         for effect in effects:
-            if isinstance(effect, life.Leave):
+            if isinstance(effect, events.Leave):
                 assert effect.code != 0  # S3: nobody said stop.
-            if isinstance(effect, life.LaunchWorker):
+            if isinstance(effect, events.LaunchWorker):
                 assert after.incarnation not in launched, "one worker an incarnation"
                 launched.add(after.incarnation)
-            if isinstance(effect, life.ServeRequest):
+            if isinstance(effect, events.ServeRequest):
                 assert after.is_lead
         if after.exit is not None:
             assert after.exit.incarnation <= after.incarnation  # S4

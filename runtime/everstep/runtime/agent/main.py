@@ -11,7 +11,7 @@ import structlog
 
 from everstep.runtime.agent import notices
 from everstep.runtime.agent.channel import open_channel
-from everstep.runtime.agent.session import NoticeArrived
+from everstep.runtime.agent.events import NoticeArrived
 from everstep.runtime.agent.supervisor.host import Host
 from everstep.runtime.clock import SystemClock
 from everstep.runtime.errors import ConfigurationError

@@ -27,9 +27,36 @@ from everstep.controller.api.wire import (
     RestoreFigures,
     WorkerExit,
 )
-from everstep.runtime.agent.link import Assignment, Ending, EndKind
+from everstep.runtime.agent.endings import NOT_RETRYABLE, classify
+from everstep.runtime.agent.events import (
+    BeginJoin,
+    CoordinatorLost,
+    DirectiveSeen,
+    DropRequest,
+    Effect,
+    EndIncarnation,
+    Event,
+    FenceSeen,
+    JoinAnswered,
+    KillWorker,
+    LaunchWorker,
+    Leave,
+    MakeFinal,
+    NoticeArrived,
+    Publish,
+    RequestServed,
+    ServeRequest,
+    StepCommitted,
+    TellLead,
+    TimePassed,
+    WorkerEnded,
+    WorkerFirstStep,
+    WorkerProgressed,
+    WorkerRestored,
+    WorkerStarted,
+)
+from everstep.runtime.agent.link import EndKind
 from everstep.runtime.agent.rendezvous import rank_of
-from everstep.runtime.agent.wire import Joined
 
 NO_STEP = Step(0)
 NO_INCARNATION = Incarnation(0)
@@ -94,202 +121,6 @@ class Session:
     def request(self) -> Request | None:
         return None if self.directive is None else self.directive.request
 
-
-# What happens.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectiveSeen:
-    directive: Directive
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinAnswered:
-    incarnation: Incarnation
-    joined: Joined
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStarted:
-    """The process exists; it has its assignment."""
-
-    incarnation: Incarnation
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRestored:
-    incarnation: Incarnation
-    figures: RestoreFigures
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFirstStep:
-    incarnation: Incarnation
-    figures: RestoreFigures | None
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerProgressed:
-    incarnation: Incarnation
-    step: Step
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEnded:
-    """The worker, or the program before it could be one, has ended. `step` as the words say."""
-
-    incarnation: Incarnation
-    ending: Ending | None
-    code: int | None
-    signal: int | None
-    step: Step
-    message: str = ""
-    is_before_main: bool = False
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorLost:
-    incarnation: Incarnation
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestServed:
-    """Lead only: the request is complete, or has failed."""
-
-    incarnation: Incarnation
-    held: Held
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeArrived:
-    """SIGTERM, or the metadata server. `deadline_s` is Unix time."""
-
-    reason: str
-    deadline_s: float
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCommitted:
-    step: Step
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FenceSeen:
-    """Storage is at a newer incarnation, or at another job's."""
-
-    newest: Incarnation
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePassed:
-    at_s: float
-
-
-Event = (
-    DirectiveSeen
-    | JoinAnswered
-    | WorkerStarted
-    | WorkerRestored
-    | WorkerFirstStep
-    | WorkerProgressed
-    | WorkerEnded
-    | CoordinatorLost
-    | RequestServed
-    | NoticeArrived
-    | StepCommitted
-    | FenceSeen
-    | TimePassed
-)
-
-
-# What to do.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndIncarnation:
-    """End the worker, the coordinator and everything that was begun in this incarnation's name."""
-
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginJoin:
-    directive: Directive
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchWorker:
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWorker:
-    incarnation: Incarnation
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRequest:
-    """Lead only: agree, hold, evacuate, and report `RequestServed`."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropRequest:
-    """The request is withdrawn: go on as if it had never been."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TellLead:
-    """Hand this host's notice to the lead, in case the controller is away."""
-
-    notice: NoticeReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MakeFinal:
-    """Lead only: make the last step durable, then report `StepCommitted` to all."""
-
-    step: Step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
-    """Something that the controller waits for has changed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
-    """End this agent and all its processes."""
-
-    code: int
-
-
-Effect = (
-    EndIncarnation
-    | BeginJoin
-    | LaunchWorker
-    | KillWorker
-    | ServeRequest
-    | DropRequest
-    | TellLead
-    | MakeFinal
-    | Publish
-    | Leave
-)
 
 Result = tuple[Session, tuple[Effect, ...]]
 
@@ -507,41 +338,6 @@ def _take_progress(state: Session, event: WorkerProgressed) -> Session:
     return replace(state, worker=worker, step=max(state.step, event.step))
 
 
-_CAUSES: dict[EndKind, ExitCause] = {
-    EndKind.DONE: ExitCause.DONE,
-    EndKind.LEFT: ExitCause.LEFT,
-    EndKind.USER_ERROR: ExitCause.USER_ERROR,
-    EndKind.EXITED_EARLY: ExitCause.EXITED_EARLY,
-    EndKind.STATE_REFUSED: ExitCause.STATE_REFUSED,
-    EndKind.STARTUP_FAILED: ExitCause.STARTUP_FAILED,
-    EndKind.FENCED: ExitCause.CONSEQUENCE,
-    EndKind.COLLECTIVE_ERROR: ExitCause.CONSEQUENCE,
-}
-_NOT_RETRYABLE = frozenset({ExitCause.STATE_REFUSED})
-_SIGABRT = 6
-
-
-def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]:
-    """The cause of a worker's end and a line for people, from what was seen of it."""
-    if event.ending is not None:
-        return _CAUSES[event.ending.kind], event.ending.message or event.message
-    if event.signal is not None:
-        if event.signal == _SIGABRT and process_count > 1:
-            # How jaxlib ends a process when another member or the coordinator is gone.
-            return ExitCause.CONSEQUENCE, event.message or "aborted by the JAX runtime"
-        return ExitCause.SIGNALED, event.message or f"ended by signal {event.signal}"
-    where = "before es.main was called" if event.is_before_main else "without finishing train"
-    if event.code == 0:
-        return ExitCause.EXITED_EARLY, event.message or f"the program ended with code 0 {where}"
-    if event.code == 1 or event.is_before_main:
-        message = event.message or f"the program ended with code {event.code} {where}"
-        return ExitCause.USER_ERROR, message
-    return (
-        ExitCause.EXITED_EARLY,
-        event.message or f"the program ended with code {event.code} {where}",
-    )
-
-
 def _take_end(state: Session, event: WorkerEnded) -> Result:
     if event.incarnation != state.incarnation or state.exit is not None:
         return state, ()  # S4
@@ -569,7 +365,7 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
         at_s=event.at_s,
         step=last,
         restored_step=state.worker.restored_step if state.worker is not None else None,
-        is_retryable=cause not in _NOT_RETRYABLE
+        is_retryable=cause not in NOT_RETRYABLE
         and not (event.is_before_main and event.code not in (None, 1)),
     )
     return _end(state, ended, event.at_s)

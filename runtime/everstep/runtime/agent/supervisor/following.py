@@ -11,6 +11,13 @@ from msgspec.structs import replace
 
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.runtime.agent.channel import Channel, MetricsLine
+from everstep.runtime.agent.events import (
+    Event,
+    WorkerEnded,
+    WorkerFirstStep,
+    WorkerProgressed,
+    WorkerRestored,
+)
 from everstep.runtime.agent.frames import LinkClosed
 from everstep.runtime.agent.link import (
     Captured,
@@ -23,13 +30,6 @@ from everstep.runtime.agent.link import (
     Restored,
     Word,
     WorkerFrame,
-)
-from everstep.runtime.agent.session import (
-    Event,
-    WorkerEnded,
-    WorkerFirstStep,
-    WorkerProgressed,
-    WorkerRestored,
 )
 from everstep.runtime.agent.supervisor.programs import ExitStatus, WorkerProcess
 from everstep.runtime.agent.supervisor.scope import Scope

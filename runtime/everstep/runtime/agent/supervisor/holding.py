@@ -15,7 +15,7 @@ from everstep.runtime.agent import agreement, rendezvous
 from everstep.runtime.agent.agreement import Agreement, Stage
 from everstep.runtime.agent.coverage import find_gaps, name_region
 from everstep.runtime.agent.evacuation import plan_evacuation
-from everstep.runtime.agent.session import RequestServed
+from everstep.runtime.agent.events import RequestServed
 from everstep.runtime.agent.supervisor.members import REPLY_TIMEOUT_S, Members
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.wire import Hold, Take

@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.controller.api.wire import Directive, NoticeReport, Request, RequestKind
+from everstep.runtime.agent import events
 from everstep.runtime.agent import session as life
 from everstep.runtime.agent.channel import Channel
 from everstep.runtime.agent.control import ControlBlock
@@ -73,7 +74,7 @@ class Host:
         self.checkpoints = Checkpoints(self)
         self.parcels = Parcels(self)
         self.every_steps = CADENCE_UNTIL_MEASURED
-        self._events: deque[life.Event] = deque()
+        self._events: deque[events.Event] = deque()
         self._is_feeding = False
         self._reports = reporting.Reports(self)
         self._burials: set[asyncio.Task[None]] = set()
@@ -146,7 +147,7 @@ class Host:
             self.log.info("superseded", why=str(error))
             return
         if isinstance(error, Fenced):
-            self.feed(life.FenceSeen(newest=Incarnation(error.newest), at_s=self.clock.unix_s()))
+            self.feed(events.FenceSeen(newest=Incarnation(error.newest), at_s=self.clock.unix_s()))
             return
         self.log.error("the agent failed", exc_info=error)
         self._leave(EXIT_FAILED)
@@ -158,7 +159,7 @@ class Host:
     async def _listen(self) -> None:
         async for directive in self.channel.directives():
             self._prepare(directive)
-            self.feed(life.DirectiveSeen(directive=directive, at_s=self.clock.unix_s()))
+            self.feed(events.DirectiveSeen(directive=directive, at_s=self.clock.unix_s()))
 
     def _prepare(self, directive: Directive) -> None:
         if self.snapshots is not None or directive.job_uid != self.options.job_uid:
@@ -176,7 +177,7 @@ class Host:
         while True:
             if self.following is not None:
                 self.following.poll()
-            self.feed(life.TimePassed(at_s=self.clock.unix_s()))
+            self.feed(events.TimePassed(at_s=self.clock.unix_s()))
             directive = self.session.directive
             interval_s = directive.settings.report_interval_s if directive is not None else 1.0
             now_s = self.clock.monotonic_s()
@@ -187,7 +188,7 @@ class Host:
 
     # Events in, effects out.
 
-    def feed(self, event: life.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """Take an event in and perform what the session decides. Never re-entered."""
         self._events.append(event)
         if self._is_feeding:
@@ -201,28 +202,28 @@ class Host:
         finally:
             self._is_feeding = False
 
-    def _perform(self, effect: life.Effect) -> None:
+    def _perform(self, effect: events.Effect) -> None:
         match effect:
-            case life.EndIncarnation():
+            case events.EndIncarnation():
                 self._end_incarnation()
-            case life.BeginJoin():
+            case events.BeginJoin():
                 self._begin_join(effect.directive)
-            case life.LaunchWorker():
+            case events.LaunchWorker():
                 self._launch(effect.assignment)
-            case life.KillWorker():
+            case events.KillWorker():
                 self._kill_worker(effect.why)
-            case life.ServeRequest():
+            case events.ServeRequest():
                 self._serve(effect.request)
-            case life.DropRequest():
+            case events.DropRequest():
                 self._drop_request()
-            case life.TellLead():
+            case events.TellLead():
                 self._tell_lead(effect.notice)
-            case life.MakeFinal():
+            case events.MakeFinal():
                 if self.scope is not None:
                     self.scope.spawn(self.checkpoints.make_final(self.scope, effect.step), "final")
-            case life.Publish():
+            case events.Publish():
                 self.publish_soon()
-            case life.Leave():
+            case events.Leave():
                 self.publish()
                 self._leave(effect.code)
             case _:
@@ -284,7 +285,9 @@ class Host:
     async def _watch_service(self, scope: Scope) -> None:
         if scope.service is not None:
             await scope.service.lost()
-            self.feed(life.CoordinatorLost(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
+            self.feed(
+                events.CoordinatorLost(incarnation=scope.incarnation, at_s=self.clock.unix_s())
+            )
 
     async def _join(self, scope: Scope, by_s: float) -> None:
         """Offer what this host holds, once the last worker has left it alone."""
@@ -315,7 +318,7 @@ class Host:
             self.log.warning("join refused", why=str(error))
             return
         self.feed(
-            life.JoinAnswered(
+            events.JoinAnswered(
                 incarnation=scope.incarnation, joined=joined, at_s=self.clock.unix_s()
             )
         )
@@ -358,7 +361,7 @@ class Host:
             if scope.directive.settings.snapshot_every_steps is None:
                 scope.spawn(tune_cadence(self, scope), "cadence")
         self.parcels.begin(scope)
-        self.feed(life.WorkerStarted(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
+        self.feed(events.WorkerStarted(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
 
     def _not_started(
         self,
@@ -370,7 +373,7 @@ class Host:
     ) -> None:
         step = assignment.restore_step or Step(0)
         self.feed(
-            life.WorkerEnded(
+            events.WorkerEnded(
                 incarnation=scope.incarnation,
                 ending=None if ending is None else Ending(kind=ending, step=step, message=message),
                 code=status.code,
@@ -486,7 +489,7 @@ class Host:
 
     def note_committed(self, step: Step, at_s: float) -> None:
         self._reports.committed_at_s = at_s
-        self.feed(life.StepCommitted(step=step, at_s=self.clock.unix_s()))
+        self.feed(events.StepCommitted(step=step, at_s=self.clock.unix_s()))
 
     # Reports.
 

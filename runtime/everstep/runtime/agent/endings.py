@@ -1,0 +1,41 @@
+"""How a worker ended, judged from what the agent saw of it. Pure."""
+
+from __future__ import annotations
+
+from everstep.controller.api.wire import ExitCause
+from everstep.runtime.agent.events import WorkerEnded
+from everstep.runtime.agent.link import EndKind
+
+_CAUSES: dict[EndKind, ExitCause] = {
+    EndKind.DONE: ExitCause.DONE,
+    EndKind.LEFT: ExitCause.LEFT,
+    EndKind.USER_ERROR: ExitCause.USER_ERROR,
+    EndKind.EXITED_EARLY: ExitCause.EXITED_EARLY,
+    EndKind.STATE_REFUSED: ExitCause.STATE_REFUSED,
+    EndKind.STARTUP_FAILED: ExitCause.STARTUP_FAILED,
+    EndKind.FENCED: ExitCause.CONSEQUENCE,
+    EndKind.COLLECTIVE_ERROR: ExitCause.CONSEQUENCE,
+}
+NOT_RETRYABLE = frozenset({ExitCause.STATE_REFUSED})
+_SIGABRT = 6
+
+
+def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]:
+    """The cause of a worker's end and a line for people, from what was seen of it."""
+    if event.ending is not None:
+        return _CAUSES[event.ending.kind], event.ending.message or event.message
+    if event.signal is not None:
+        if event.signal == _SIGABRT and process_count > 1:
+            # How jaxlib ends a process when another member or the coordinator is gone.
+            return ExitCause.CONSEQUENCE, event.message or "aborted by the JAX runtime"
+        return ExitCause.SIGNALED, event.message or f"ended by signal {event.signal}"
+    where = "before es.main was called" if event.is_before_main else "without finishing train"
+    if event.code == 0:
+        return ExitCause.EXITED_EARLY, event.message or f"the program ended with code 0 {where}"
+    if event.code == 1 or event.is_before_main:
+        message = event.message or f"the program ended with code {event.code} {where}"
+        return ExitCause.USER_ERROR, message
+    return (
+        ExitCause.EXITED_EARLY,
+        event.message or f"the program ended with code {event.code} {where}",
+    )
