@@ -23,7 +23,7 @@ from everstep.controller.local.guard import signal_controller
 
 POLL_S = 0.02
 STEP_TIMEOUT_S = 180.0
-SETTLE_TIMEOUT_S = 150.0
+SETTLE_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class Host:
         self.channel = channel
         self.client = PeerClient()
         self.answers = HostAnswers(self)
-        self.program = Program(options.command, log)
+        self.program = Program(options.command, log, self.publish_soon)
         self.coordination = Coordination(log)
         self.checkpoints = Checkpoints(self)
         self.parcels = Parcels(self)

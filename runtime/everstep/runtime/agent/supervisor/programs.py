@@ -91,12 +91,14 @@ class _Zygote:
         command: Sequence[str],
         log: FilteringBoundLogger,
         note_end: Callable[[_Zygote], None],
+        note_settled: Callable[[], None],
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = spawn(command, {ENV_ZYGOTE_FD: str(theirs.fileno())}, [theirs.fileno()])
         self._log = log
         self._note_end = note_end
+        self._note_settled = note_settled
         self._link: FrameStream[ZygoteFrame] = FrameStream(ours, ZygoteFrame)
         self._settled = asyncio.Event()
         self._forked: asyncio.Future[tuple[int, int]] | None = None
@@ -112,6 +114,11 @@ class _Zygote:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the imports are over: it can be forked, or says why not, or has ended."""
+        return self._settled.is_set()
 
     async def fork(self, own_slots: Sequence[int]) -> WorkerProcess | None:
         """Fork a worker; None when the program refuses to be forked (`refused` says why).
@@ -154,10 +161,10 @@ class _Zygote:
                 match frame:
                     case Ready():
                         self.was_ready = True
-                        self._settled.set()
+                        self._settle()
                     case CannotFork():
                         self.refused = frame.why
-                        self._settled.set()
+                        self._settle()
                     case Forked():
                         pidfd = self._link.take_descriptor()
                         if self._forked is not None and not self._forked.done():
@@ -178,12 +185,16 @@ class _Zygote:
             self.status = await self._exited
         if self._forked is not None and not self._forked.done():
             self._forked.set_exception(LinkClosed("the zygote has ended"))
-        self._settled.set()
+        self._settle()
         if self._worker is not None:
             # Tied to the zygote by the kernel.
             self._worker.note_exit(ExitStatus(signal=signal.SIGKILL))
         self._link.close()
         self._note_end(self)
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self._note_settled()
 
     def kill(self) -> None:
         self._process.kill()
@@ -198,9 +209,12 @@ class _Zygote:
 class Program:
     """Makes workers of one command. At most one worker at a time."""
 
-    def __init__(self, command: Sequence[str], log: FilteringBoundLogger) -> None:
+    def __init__(
+        self, command: Sequence[str], log: FilteringBoundLogger, note_ready: Callable[[], None]
+    ) -> None:
         self._command = tuple(command)
         self._log = log
+        self._note_ready = note_ready
         self._zygote: _Zygote | None = None
         self._direct: subprocess.Popen[bytes] | None = None
         self._is_abandoned = False
@@ -215,10 +229,15 @@ class Program:
             pids.add(self._direct.pid)
         return frozenset(pids)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a launch would be answered at once, and not after the program's imports."""
+        return self._zygote is None or self._zygote.is_settled
+
     def warm(self) -> None:
         """Start the zygote, unless there is one or the program cannot be forked."""
         if self._zygote is None and self.fork_refused is None:
-            self._zygote = _Zygote(self._command, self._log, self._zygote_gone)
+            self._zygote = _Zygote(self._command, self._log, self._zygote_gone, self._note_ready)
 
     async def launch(
         self,

@@ -6,7 +6,9 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from everstep.controller.api.ids import Step
 from everstep.controller.api.wire import Report
+from everstep.runtime.agent.session import Session
 
 if TYPE_CHECKING:
     from everstep.runtime.agent.supervisor.host import Host
@@ -48,7 +50,7 @@ class Reports:
             incarnation=state.incarnation,
             phase=state.phase,
             phase_since_s=state.phase_since_s,
-            step=state.step if state.worker is None else max(state.worker.step, state.step),
+            step=_step_of(state),
             step_snapshot=None if snapshots is None else snapshots.newest_step,
             step_committed=state.step_committed,
             committed_at_s=self.committed_at_s,
@@ -60,7 +62,19 @@ class Reports:
             notice=state.notice,
             restore=state.restore,
             fenced_by=state.fenced_by,
+            program_ready=host.program.is_ready,
             fork_refused=host.program.fork_refused,
             storage_error=host.checkpoints.error,
             snapshot_refused=None if snapshots is None else snapshots.refused,
         )
+
+
+def _step_of(state: Session) -> Step:
+    """The last finished step of the newest worker.
+
+    Not the greatest step ever seen here: after a restore to an older one that would count steps as
+    lost that were lost, and counted, before.
+    """
+    if state.worker is not None and state.worker.restored_step is not None:
+        return max(state.worker.step, state.worker.restored_step)
+    return state.step if state.exit is None else state.exit.step
