@@ -217,3 +217,27 @@ def test_the_program_is_named_when_its_folder_is_gone(rig: LocalRig, tmp_path: P
     rig.world.perform("lost", StartSlice(slice=SliceId(0), incarnation=ONE))
     log = rig.folder.job("lost").log(FIRST)
     wait_for(lambda: "not-there" in log.read_text(), what="the shell's complaint")
+
+
+def test_a_process_is_found_also_while_it_becomes_another_program(rig: LocalRig) -> None:
+    place = identity.Place(job_uid="uid-of-this-test", slice=0, host=0)
+    script = rig.folder.root / "again.sh"
+    script.write_text('n=$1; [ "$n" -gt 3000 ] && exec sleep 1000000; exec /bin/sh "$0" $((n+1))\n')
+    mark = identity.mark_of(place, rig.folder.root)
+    with subprocess.Popen(
+        ["/bin/sh", str(script), "0"], env={"PATH": "/usr/bin:/bin", identity.MARK: mark}
+    ) as turning:
+        try:
+            for _ in range(100):
+                assert [who.pid for who in identity.find_at(place)] == [turning.pid]
+        finally:
+            turning.kill()
+
+
+def test_a_process_without_any_environment_is_none_of_ours() -> None:
+    with subprocess.Popen(["/bin/sleep", "1000000"], env={}) as bare:
+        try:
+            assert bare.pid not in {who.pid for who, _ in identity.find_marked("")}
+            assert bare.pid not in {who.pid for who, _ in identity.find_marked("")}
+        finally:
+            bare.kill()

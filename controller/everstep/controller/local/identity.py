@@ -16,11 +16,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from everstep.controller.ops.clock import pause
+
 MARK = "EVERSTEP_AGENT_OF"
 """Environment variable that all that an agent starts inherits.
 
 Its value is `<job uid>:<slice>:<host>:<state folder>`.
 """
+
+
+_KERNEL_THREAD = 0x00200000
+"""`PF_KTHREAD` among the flags of `/proc/<pid>/stat`."""
+_EXEC_LOOKS = 100
+_EXEC_LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +150,43 @@ def find_marked(prefix: str) -> tuple[tuple[Identity, str], ...]:
 
 
 def _mark(process: str, wanted: bytes) -> str | None:
-    try:
-        # Without `Path`: this runs for every process of the machine.
-        with open(f"{process}/environ", "rb", buffering=0) as source:
-            environ = source.read()
-    except OSError:
-        # It ended, or it is not ours to look at; then it is none of ours.
-        return None
+    environ = _environ(process)
     if environ is None or wanted not in environ:
         return None
     for entry in environ.split(b"\0"):
         if entry.startswith(wanted):
             return entry.split(b"=", 1)[1].decode(errors="replace")
     return None
+
+
+def _environ(process: str) -> bytes | None:
+    """Return the environment of a process, or None when it has none that we may see.
+
+    In the middle of an `exec` a process has neither environment nor command line for a moment; one
+    that is overlooked then would outlive its slice. So it is looked at again.
+    """
+    try:
+        for _ in range(_EXEC_LOOKS):
+            # Without `Path`: this runs for every process of the machine.
+            environ = _read(f"{process}/environ")
+            if environ:
+                return environ
+            if _read(f"{process}/cmdline"):
+                # It has become its program, maybe between the two lines.
+                return _read(f"{process}/environ") or None
+            fields = _stat(int(process.rsplit("/", 1)[1]))
+            if fields is None or fields[0] in "ZX" or int(fields[6]) & _KERNEL_THREAD:
+                return None
+            pause(_EXEC_LOOK_S)
+    except OSError:
+        # It ended, or it is not ours to look at; then it is none of ours.
+        return None
+    return None
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as source:
+        return source.read() or b""
 
 
 def _pidfd_send(pidfd: int, signum: int) -> bool:
