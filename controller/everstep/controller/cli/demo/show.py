@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -67,52 +68,51 @@ class View:
 
 
 def recovery_table(recoveries: Sequence[Recovery]) -> Table:
-    """One row per change of incarnation."""
-    table = Table(title="what each change cost", title_justify="left")
-    for name in ("", "cause", "slices", "lost steps", "own", "peers", "storage"):
-        table.add_column(name, justify="right" if name in ("own", "peers", "storage") else "left")
-    for name in ("detect", "drain", "join", "restore", "first step", "total"):
-        table.add_column(f"{name} s", justify="right")
+    """One row per change of incarnation; narrow enough for 80 columns."""
+    table = _table("what each change cost: state read from, and seconds")
+    for name in ("cause", "slices"):
+        table.add_column(name, no_wrap=True)
+    for name in ("lost", "own", "peers", "disk"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("detect", "drain", "join", "restore", "step 1", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in recoveries:
+        seconds = (r.detect_s, r.drain_s, r.join_s, r.restore_s, r.first_step_s, r.total_s)
         table.add_row(
-            str(r.incarnation),
             r.cause,
             f"{r.from_slices} → {r.to_slices}",
             "-" if r.lost_steps is None else str(r.lost_steps),
             *(_bytes(n) for n in (r.own_bytes, r.peer_bytes, r.storage_bytes)),
-            *(
-                "-" if s is None else f"{s:.2f}"
-                for s in (
-                    r.detect_s,
-                    r.drain_s,
-                    r.join_s,
-                    r.restore_s,
-                    r.first_step_s,
-                    r.total_s,
-                )
-            ),
+            *("-" if s is None else f"{s:.2f}" for s in seconds),
         )
     return table
 
 
 def check_table(played: Sequence[tuple[Played, Sequence[Check]]], end: Sequence[Check]) -> Table:
     """One row per promise."""
-    table = Table(title="what had to hold", title_justify="left")
-    for name in ("act", "promise", "held", "figures"):
+    table = _table("what had to hold")
+    for name in ("promise", "held", "figures"):
         table.add_column(name)
-    for act, checks in played:
+    for one, checks in played:
+        table.add_row(Text(one.act.sentence, style="bold"))
         for check in checks:
-            mark = "yes" if check.holds else "NO"
-            table.add_row(act.act.sentence, check.name, mark, check.detail)
+            table.add_row(f"  {check.name}", "yes" if check.holds else "NO", check.detail)
+    table.add_row(Text("at the end", style="bold"))
     for check in end:
-        table.add_row("the end", check.name, "yes" if check.holds else "NO", check.detail)
+        table.add_row(f"  {check.name}", "yes" if check.holds else "NO", check.detail)
     return table
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def _bytes(count: int) -> str:
+    if not count:
+        return "-"
     size = float(count)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "K", "M"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.0f}{unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{size:.1f}G"
