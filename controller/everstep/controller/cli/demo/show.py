@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -70,17 +69,17 @@ class View:
 def recovery_table(recoveries: Sequence[Recovery]) -> Table:
     """One row per change of incarnation; narrow enough for 80 columns."""
     table = _table("what each change cost: state read from, and seconds")
-    for name in ("cause", "slices"):
+    for name in ("cause", "size"):
         table.add_column(name, no_wrap=True)
     for name in ("lost", "own", "peers", "disk"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("detect", "drain", "join", "restore", "step 1", "total"):
+    for name in ("detect", "drain", "join", "restore", "first", "total"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in recoveries:
         seconds = (r.detect_s, r.drain_s, r.join_s, r.restore_s, r.first_step_s, r.total_s)
         table.add_row(
             r.cause,
-            f"{r.from_slices} → {r.to_slices}",
+            f"{r.from_slices}→{r.to_slices}",
             "-" if r.lost_steps is None else str(r.lost_steps),
             *(_bytes(n) for n in (r.own_bytes, r.peer_bytes, r.storage_bytes)),
             *("-" if s is None else f"{s:.2f}" for s in seconds),
@@ -104,7 +103,7 @@ def check_table(played: Sequence[tuple[Played, Sequence[Check]]], end: Sequence[
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _bytes(count: int) -> str:
