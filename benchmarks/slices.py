@@ -125,6 +125,10 @@ class SliceJob:
 
         def trained(status: JobStatus) -> bool:
             newest = self.run.read_metrics()
+            last = status.recoveries[-1] if status.recoveries else None
+            # The first start is no recovery, and begins at step 0.
+            is_over = last is None or last.first_step_s is not None
+            restored = 0 if last is None else last.step_restored or 0
             return (
                 status.phase is Phase.RUNNING
                 and status.incarnation >= incarnation
@@ -132,9 +136,8 @@ class SliceJob:
                 and status.slices.granted == slices
                 and newest is not None
                 and newest.incarnation == status.incarnation
-                and bool(status.recoveries)
-                and status.recoveries[-1].first_step_s is not None
-                and newest.step >= (status.recoveries[-1].step_restored or 0) + steps
+                and is_over
+                and newest.step >= restored + steps
             )
 
         return self.wait(f"training on {slices} slices", trained)

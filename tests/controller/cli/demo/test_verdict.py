@@ -110,3 +110,9 @@ def test_any_difference_of_parameters_is_seen(digests: dict[str, str]) -> None:
 def test_two_empty_results_are_not_called_equal() -> None:
     empty = Result(losses={}, digests={})
     assert _end(empty, empty) == (False, False)
+
+
+def test_two_losses_that_are_no_numbers_are_equal() -> None:
+    diverged = Result(losses={1: 0.5, 2: float("nan")}, digests=CALM.digests)
+    assert _end(diverged, diverged) == (True, True)
+    assert _end(diverged, CALM) == (False, True)

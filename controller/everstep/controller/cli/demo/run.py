@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,8 @@ class MetricsLine(msgspec.Struct, frozen=True):
     step: int
     incarnation: int
     at_s: float
-    values: dict[str, float]
+    values: dict[str, float | None]
+    """None where the number was not finite: JSON has no word for it."""
 
 
 @dataclass(slots=True)
@@ -102,4 +104,5 @@ class Run:
 
     def losses(self) -> dict[int, float]:
         self.read_metrics()
-        return {step: line.values["loss"] for step, line in sorted(self.lines.items())}
+        found = {step: line.values["loss"] for step, line in sorted(self.lines.items())}
+        return {step: math.nan if loss is None else loss for step, loss in found.items()}

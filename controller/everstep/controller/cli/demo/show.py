@@ -50,7 +50,8 @@ class View:
     def watch(self, run: Run, step_count: int, status: JobStatus) -> None:
         newest = run.lines[max(run.lines)] if run.lines else None
         step = newest.step if newest else 0
-        loss = f"{newest.values['loss']:.4f}" if newest else "-"
+        value = newest.values["loss"] if newest else None
+        loss = "-" if value is None else f"{value:.4f}"
         in_order = sorted(status.slice_statuses, key=lambda one: one.id)
         slices = " ".join(f"{one.id}{MARKS.get(one.state, '?')}" for one in in_order)
         what = status.message or status.phase.value
