@@ -92,6 +92,9 @@ class Agent:
     """Alive and reporting, but it follows no directive."""
     crashes_at: int | None = None
     """The worker raises when it reaches this step."""
+    begins_ahead: bool = False
+    """It has begun the step after the one at which the others leave, and says that it is past it;
+    its own agent ends it there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -569,7 +572,11 @@ class SimulatedJob:
             self.committed = max(self.committed, lead.step)
         for one in active:
             if request.kind is RequestKind.LEAVE and one.worker is Worker.TRAINING:
-                self.end_worker(one, ExitCause.LEFT, alone=True)
+                if one.begins_ahead:
+                    one.step += 1
+                    self.end_worker(one, ExitCause.CONSEQUENCE, alone=True)
+                else:
+                    self.end_worker(one, ExitCause.LEFT, alone=True)
         lead.held = Held(
             request_id=request.id,
             step=Step(lead.step),

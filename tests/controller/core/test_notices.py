@@ -56,6 +56,17 @@ def test_a_notice_costs_no_step() -> None:
     assert job.status.checkpoint.budget_seconds_learnt == pytest.approx(0.15)
 
 
+def test_a_step_that_one_host_began_after_the_others_left_is_not_lost() -> None:
+    job = training_job()
+    job.agents[HostId(S2, 0)].begins_ahead = True
+    job.notify(S1, 20)
+    job.run(4)
+    assert job.training() == {0, 2}
+    (row,) = job.status.recoveries
+    assert row.lost_steps == 0
+    assert row.step_before == row.step_restored
+
+
 def test_the_survivors_are_told_before_the_doomed_are_stopped() -> None:
     job = training_job()
     job.notify(S0, 20)

@@ -75,6 +75,9 @@ class Turnover(msgspec.Struct, frozen=True, kw_only=True):
     not_before_s: float = 0.0
     """Backoff after a failure."""
     step_before: Step = Step(0)
+    step_left: Step | None = None
+    """At which members left as agreed: later steps, which need all members, do not exist, although
+    a host may have begun one."""
     drain_s: float | None = None
     started_at_s: float | None = None
     """When the next incarnation was persisted."""

@@ -71,7 +71,9 @@ def _complete(turn: Turn, turnover: Turnover, figures: list[RestoreFigures]) -> 
         return row
     restored = max(one.step for one in figures)
     # The survivors tell of their workers' last steps a little later than of the loss.
-    before = Step(max([turnover.step_before, *_older_steps(turn, turnover)]))
+    before = max([turnover.step_before, *_older_steps(turn, turnover)])
+    if turnover.step_left is not None:
+        before = min(before, turnover.step_left)
     firsts = [one.first_step_at_s for one in figures if one.first_step_at_s is not None]
     spans = [one.first_step_s for one in figures if one.first_step_s is not None]
     return replace(

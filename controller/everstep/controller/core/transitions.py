@@ -80,6 +80,7 @@ def halt(
             lost=lost,
             wait_until_s=now_s + wait_s if lost else None,
             step_before=step,
+            step_left=turn.step_left(),
             drain_s=drain_s,
         ),
         trained_since_s=None,

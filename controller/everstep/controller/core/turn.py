@@ -14,7 +14,7 @@ import msgspec
 from everstep.controller.api.ids import HostId, Incarnation, SliceId, Step
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.spec import JobSpec, PlannedAction
-from everstep.controller.api.wire import Held, Report
+from everstep.controller.api.wire import ExitCause, Held, Report
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.core.model import (
     Capacity,
@@ -124,7 +124,22 @@ class Turn:
                     steps.append(report.exit.step)
                 if report.held is not None and report.incarnation >= lineage:
                     steps.append(report.held.step)
-        return max(steps)
+        left = self.step_left()
+        return max(steps) if left is None else min(max(steps), left)
+
+    def step_left(self) -> Step | None:
+        """Return the step at which members of the present incarnation left, if any did.
+
+        A step needs all members, so none beyond it was finished: what another host says it is past
+        was begun there and never computed.
+        """
+        exits = [report.exit for _, _, report in self.current_reports() if report.exit is not None]
+        left = [
+            one.step
+            for one in exits
+            if one.cause is ExitCause.LEFT and one.incarnation == self.ledger.incarnation
+        ]
+        return min(left, default=None)
 
     def request_id(self) -> str | None:
         incident = self.ledger.incident
