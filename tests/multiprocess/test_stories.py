@@ -27,7 +27,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "from pathlib import Path; from everstep.controller.cli.demo.command import undisturbed;"
         f"undisturbed(program='tiny', steps={STEPS}, folder=Path({str(folder)!r}))"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=TIMEOUT_S)
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=TIMEOUT_S, env=_environment(folder)
+    )
     return folder / "undisturbed.json"
 
 
@@ -45,5 +47,11 @@ def test_a_story_ends_as_if_nothing_had_happened(
         text=True,
         timeout=TIMEOUT_S,
         check=False,
+        env=_environment(undisturbed.parent),
     )
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """All stories run the same program, so they share what it compiles to."""
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}

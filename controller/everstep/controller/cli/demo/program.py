@@ -55,7 +55,9 @@ def job_manifest(
         python: interpreter that runs the program.
     """
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(program.devices_per_host)}
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(checkpoints.parent.parent / "compiled")}
+    # Stories that are played one after the other share what they compiled, where they say so.
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", checkpoints.parent.parent / "compiled")
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled)}
     variables = devices | cache | program.environment | environment
     return {
         "apiVersion": "everstep.dev/v1alpha1",
