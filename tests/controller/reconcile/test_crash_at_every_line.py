@@ -35,6 +35,9 @@ from everstep.controller.reconcile.reconciler import Reconciler, Result
 from local_rig import LocalRig, silent_log
 from reports import write_report
 
+# The child does nothing of jax, which another test may have brought up in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 WRITERS = frozenset(
     str(Path(room.__path__[0]) / name)
     for room, names in (
