@@ -176,7 +176,9 @@ class Stage:
     def _wait_for_decision(self, before: JobStatus) -> None:
         """Until the controller has persisted a newer incarnation (looked at often, and briefly)."""
         deadline_s = time.monotonic() + 30.0
-        while self.run.status().incarnation <= before.incarnation:
+        while (status := self.run.status()).incarnation <= before.incarnation:
+            if status.phase is Phase.SUCCEEDED:
+                return
             if time.monotonic() > deadline_s:
                 raise StageError("the controller decided nothing within 30 s of a kill")
             time.sleep(0.003)
@@ -184,7 +186,11 @@ class Stage:
     def _kill_controller(self) -> None:
         # The function behind the verb: an interpreter start would come too late for a recovery.
         self.run.echo("$ everstep local kill --controller")
-        if signal_controller(StateFolder(self.run.folder / "local"), signal.SIGKILL) is None:
+        folder = StateFolder(self.run.folder / "local")
+        if (
+            signal_controller(folder, signal.SIGKILL) is None
+            and self.run.status().phase is not Phase.SUCCEEDED
+        ):
             raise StageError("there was no controller to kill")
 
     def _wait_for_step(self, step: int) -> None:
