@@ -226,9 +226,12 @@ class Stage:
 @contextlib.contextmanager
 def ended_afterwards(run: Run) -> Generator[None]:
     """End the job and its controller whatever happens inside: no process outlives the demo."""
+    # SIGTERM would end this process without a word; as an exit it comes by the line below.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         with contextlib.suppress(StageError):
             run.verb("stop", "--all", quiet=True)
 
