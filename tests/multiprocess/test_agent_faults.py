@@ -185,6 +185,9 @@ def test_a_taken_agent_port_ends_the_agent_with_the_port_named(rig: Rig) -> None
     with socket.create_server((rig.address(host(0)), PORT)):
         rig.start(host(0))
         assert rig.agents[host(0)].wait(20) == 78
+        refused = rig.wait(host(0), lambda r: r.address_refused is not None).address_refused
+        assert refused is not None
+        assert refused.startswith(f"spec.runtime.agentPort: found port {PORT} of")
     assert f"port={PORT}" in rig.logs()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from core_jobs import make_spec
 from everstep.controller.api.ids import HostId, SliceId, Step
@@ -317,3 +318,19 @@ def test_only_allowed_counts_are_used() -> None:
     job.give(S1)
     job.run(6)
     assert job.training() == {0, 1, 2, 3}
+
+
+def test_an_agent_that_cannot_begin_is_a_failure_with_its_own_words() -> None:
+    job = SimulatedJob(make_spec(desired=1, restart={"maxRestarts": 1}))
+    words = "spec.runtime.agentPort: found port 7070 taken; expected a free port"
+    for _ in range(400):
+        job.run(0.1)
+        for agent in job.agents.values():
+            if agent.is_alive and agent.report is not None:
+                agent.report = replace(agent.report, address_refused=words)
+                job.kill_agent(agent.host)
+    assert job.status.phase is Phase.FAILED
+    assert words in job.status.message
+    assert job.status.restarts.failures == 2
+    assert job.status.restarts.disruptions == 0
+    assert job.ledger.incarnation == 2

@@ -254,3 +254,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     storage_error: str | None = None
     """The last failed background write, in words; None once a later one succeeded."""
     snapshot_refused: str | None = None
+    address_refused: str | None = None
+    """Why this agent cannot be reached at its address; it has ended with this as its last word."""

@@ -7,7 +7,7 @@ their processes live, it is the way to us that is cut (invariant 6).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from everstep.controller.api.ids import HostId, SliceId
@@ -36,6 +36,8 @@ class SliceHealth:
     reason: Reason | None = None
     at_s: float = 0.0
     """First trace of the loss."""
+    message: str = ""
+    """What the agent said of it, in words."""
 
 
 class StandbyState(Enum):
@@ -58,6 +60,10 @@ def _judge_slice(turn: Turn, id_: SliceId, missing: frozenset[HostId]) -> SliceH
         return _lost(id_, Reason.SLICE_LOST, at_s)
     gone = [host for host in one.hosts if is_gone(turn, id_, host)]
     if gone:
+        refusal = _refusal(turn, gone)
+        if refusal is not None:
+            at_s = _exited_at(turn, gone)
+            return replace(_lost(id_, Reason.STARTUP_FAILED, at_s), message=refusal)
         reason = Reason.SLICE_LOST if len(gone) == len(one.hosts) else Reason.HOST_LOST
         return _lost(id_, reason, _exited_at(turn, gone))
     verdict = SliceHealth(id=id_, verdict=Verdict.HEALTHY)
@@ -214,6 +220,15 @@ def _by(turn: Turn, id_: SliceId, since_s: float, allowed_s: float) -> SliceHeal
     if turn.now_s >= since_s + allowed_s:
         return _lost(id_, Reason.JOIN_TIMED_OUT, since_s)
     turn.wake_at(since_s + allowed_s)
+    return None
+
+
+def _refusal(turn: Turn, gone: list[HostView]) -> str | None:
+    """Return the last words of an agent that could not begin: a failure, and no disruption."""
+    for host in gone:
+        report = turn.report(host)
+        if report is not None and report.address_refused is not None:
+            return f"Host {report.host}: {report.address_refused}"
     return None
 
 

@@ -90,9 +90,7 @@ def handle_losses(turn: Turn) -> None:
     if TABLE[cause.reason].budget is Budget.FAILURE:
         if ending is not None:
             _judge_crash(turn, ending)
-        slices = ", ".join(str(one.id) for one in lost)
-        text = _words(ending) if ending else f"Slices {slices}: {TABLE[cause.reason].sentence}"
-        charge_failure(turn, cause, text)
+        charge_failure(turn, cause, _words(ending) if ending else _words_of_lost(cause, lost))
     _forbid(turn, lost)
 
 
@@ -199,3 +197,9 @@ def _words(ending: Ending) -> str:
     reason = _REASONS.get(ending.exit.cause, Reason.COLLECTIVE_ERROR)
     text += TABLE[reason].sentence
     return f"{text} {ending.exit.message}".strip()
+
+
+def _words_of_lost(cause: Cause, lost: list[SliceHealth]) -> str:
+    slices = ", ".join(str(one.id) for one in lost)
+    told = next((f" {one.message}" for one in lost if one.message), "")
+    return f"Slices {slices}: {TABLE[cause.reason].sentence}{told}"

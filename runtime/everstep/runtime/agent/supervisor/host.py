@@ -103,6 +103,12 @@ class Host:
                     port=self.options.port,
                     why=error.strerror,
                 )
+                self._reports.address_refused = (
+                    f"spec.runtime.agentPort: found port {self.options.port} of "
+                    f"{self.options.address} taken, or no address of this machine; expected a "
+                    "free port"
+                )
+                self.publish()
                 return EXIT_PORT_TAKEN
             self.program.warm()
             if self.options.host.host == 0:

@@ -22,6 +22,7 @@ class Reports:
         self._sequence = 0
         self._is_due = False
         self.committed_at_s: float | None = None
+        self.address_refused: str | None = None
 
     def publish_soon(self) -> None:
         """Publish once the current event is dealt with: several changes make one report."""
@@ -66,6 +67,7 @@ class Reports:
             fork_refused=host.program.fork_refused,
             storage_error=host.checkpoints.error,
             snapshot_refused=None if snapshots is None else snapshots.refused,
+            address_refused=self.address_refused,
         )
 
 
