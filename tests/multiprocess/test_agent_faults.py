@@ -224,6 +224,21 @@ def test_the_users_faults_are_told_apart(
     assert rig.logs().count("Traceback") == (1 if fault in ("import", "raise") else 0)
 
 
+def test_an_error_at_import_is_shown_once_also_when_it_comes_before_the_directive(
+    rig: Rig,
+) -> None:
+    rig.environment["FAULT"] = "import"
+    rig.start(host(0))
+    wait_for(lambda: "ValueError: a fault at import" in rig.logs(), what="the import to fail")
+    rig.wait(host(0), lambda r: r.program_ready)
+    rig.direct(1, {0: 1})
+    assert exit_of(rig, 0).cause is ExitCause.USER_ERROR
+    assert rig.logs().count("Traceback") == 1
+    rig.direct(2, {0: 1})
+    rig.wait(host(0), lambda r: r.exit is not None and r.exit.incarnation == 2)
+    assert rig.logs().count("Traceback") == 2
+
+
 def test_a_command_that_does_not_exist_is_named(rig: Rig) -> None:
     rig.command = ("no-such-program", "train.py")
     rig.start(host(0))

@@ -165,6 +165,15 @@ def test_a_program_that_ends_otherwise_is_told_apart(
             assert "extra" in host.ending.message
 
 
+def test_a_device_used_at_import_is_refused_in_words_of_the_users(world: World) -> None:
+    with world([0, 1], FAULT="device-at-import") as two:
+        two.wait_until_ended(timeout_s=TIMEOUT_S)
+        for one in two.hosts:
+            assert one.ending is not None
+            assert one.ending.kind is EndKind.USER_ERROR
+            assert "used a jax device before es.main" in one.ending.message
+
+
 def test_a_thread_that_the_program_leaves_does_not_keep_the_worker(world: World) -> None:
     with world([0], FAULT="thread", FAULT_STEP="4") as one:
         one.wait_until_ended(timeout_s=TIMEOUT_S)

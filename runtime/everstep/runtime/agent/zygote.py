@@ -66,18 +66,19 @@ ZygoteFrame = Ready | CannotFork | Forked | Reaped
 
 def why_not_forkable() -> str | None:
     """Why this process must not be forked now, in words for the user; None when it may be."""
-    threads = thread_names()
-    if len(threads) != 1:
-        return (
-            f"the program has {len(threads)} threads after its imports ({', '.join(threads)}); "
-            "a forked process would have one of them"
-        )
+    # First, because a device brings threads with it, and they are not what the user can change.
     # Only what the program itself has loaded: a program without jax can be forked as well.
     bridge = sys.modules.get("jax._src.xla_bridge")
     if bridge is not None and bridge.backends_are_initialized():
         return (
             "the program used a jax device at import; a device cannot be shared with a forked "
             "process (create arrays inside `train`)"
+        )
+    threads = thread_names()
+    if len(threads) != 1:
+        return (
+            f"the program has {len(threads)} threads after its imports ({', '.join(threads)}); "
+            "a forked process would have one of them"
         )
     return None
 

@@ -58,6 +58,13 @@ def is_verified() -> bool:
     return jax.__version_info__[:2] in VERIFIED_VERSIONS
 
 
+def has_devices() -> bool:
+    """Whether this process has opened jax's devices: too late to make it one of several."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
 def connect(
     *, address: str, rank: int, process_count: int, local_address: str, timeout_s: float
 ) -> Connection:

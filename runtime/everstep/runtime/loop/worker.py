@@ -71,6 +71,12 @@ def run_worker(
     os._exit(EXIT_CODES[kind])
 
 
+DEVICE_TOO_EARLY = (
+    "the program used a jax device before es.main, so it cannot join the other processes; create "
+    "arrays and keys inside `train`"
+)
+
+
 class _Worker:
     def __init__(self, train: Train, sock: socket.socket, options: Options, clock: Clock) -> None:
         self._train = train
@@ -91,8 +97,10 @@ class _Worker:
         prepare_process(assignment)
 
         # jax is imported now at the latest; in a forked worker it is there already.
-        from everstep.runtime.loop.distributed import connect
+        from everstep.runtime.loop.distributed import connect, has_devices
 
+        if assignment.process_count > 1 and has_devices():
+            return self._end(Verdict(kind=EndKind.USER_ERROR, message=DEVICE_TOO_EARLY), Step(-1))
         try:
             connection = connect(
                 address=assignment.coordinator_address,

@@ -218,6 +218,9 @@ class Program:
         self._zygote: _Zygote | None = None
         self._direct: subprocess.Popen[bytes] | None = None
         self._is_abandoned = False
+        self._is_launching = False
+        self._ended_early: ExitStatus | None = None
+        """How the program ended by itself while nobody waited for it."""
         self.fork_refused: str | None = None
         """Why workers are started in fresh interpreters; None while they are forked."""
 
@@ -257,6 +260,22 @@ class Program:
 
         Blocking: until the program's imports are done, when they are not.
         """
+        early, self._ended_early = self._ended_early, None
+        if early is not None:
+            # It has shown its error. Running it again now would show the same once more.
+            raise ProgramEnded(early)
+        self._is_launching = True
+        try:
+            return await self._launch(assignment, own_slots, prepare)
+        finally:
+            self._is_launching = False
+
+    async def _launch(
+        self,
+        assignment: Assignment,
+        own_slots: Sequence[int],
+        prepare: Callable[[ControlBlock], None],
+    ) -> WorkerProcess:
         worker: WorkerProcess | None = None
         self._is_abandoned = False
         # A zygote that was killed is replaced once; one that ends by itself is the user's doing.
@@ -303,6 +322,9 @@ class Program:
     def _zygote_gone(self, zygote: _Zygote) -> None:
         if self._zygote is zygote:
             self._zygote = None
+            status = zygote.status
+            if not self._is_launching and not zygote.was_ready and status is not None:
+                self._ended_early = status if status.signal is None else None
             if zygote.was_ready and zygote.refused is None:
                 self._log.warning("zygote ended; starting another", status=str(zygote.status))
                 self.warm()
