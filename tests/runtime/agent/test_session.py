@@ -120,6 +120,15 @@ def test_wait_and_stop_end_the_worker_at_once(command: Command) -> None:  # S2
     assert (events.Leave(code=0) in effects) == (command is Command.STOP)  # S3
 
 
+def test_a_worker_ended_because_of_a_wait_is_nobodys_news() -> None:  # S4
+    one = Host()
+    one.run(directive(1, [0, 1]))
+    one.see(directive(1, [0, 1], sequence=101, command=Command.WAIT))
+    assert one.end(signal=9) == []
+    assert one.state.exit is None
+    assert one.state.phase is HostPhase.WAITING
+
+
 def test_a_newer_incarnation_ends_the_worker_and_joins() -> None:  # S2
     one = Host()
     one.run(directive(1, [0, 1]))

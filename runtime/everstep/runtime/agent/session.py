@@ -342,7 +342,8 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
     if event.incarnation != state.incarnation or state.exit is not None:
         return state, ()  # S4
     directive = state.directive
-    if directive is None or not state.is_member:
+    if directive is None or not state.is_member or directive.command is not Command.RUN:
+        # Told to run no worker, the agent ended it itself: that is no exit to report.
         return state, ()
     process_count = sum(len(member.hosts) for member in directive.members)
     cause, message = classify(event, process_count=process_count)
