@@ -334,3 +334,20 @@ def test_an_agent_that_cannot_begin_is_a_failure_with_its_own_words() -> None:
     assert job.status.restarts.failures == 2
     assert job.status.restarts.disruptions == 0
     assert job.ledger.incarnation == 2
+
+
+def test_steps_that_the_survivors_tell_of_while_the_job_waits_count_as_lost() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=1.0)
+    before = job.step()
+    for agent in job.agents.values():
+        # Finished since their last reports.
+        agent.step = before + 7
+    job.kill_slice(S0, capacity_gone=True)
+    job.run_pass()
+    assert job.ledger.stage is Stage.WAIT
+    job.run(3)
+    (row,) = job.status.recoveries
+    assert row.step_before == before + 7
+    assert row.step_restored is not None
+    assert row.lost_steps == before + 7 - row.step_restored
+    assert row.lost_steps >= 7

@@ -99,6 +99,10 @@ def go(turn: Turn, members: Sequence[SliceId]) -> None:
     fresh = tuple(id_ for id_ in chosen if needs_start(turn, id_))
     incarnation = turn.next_incarnation()
     reason = Reason.FIRST_START if turnover is None else turnover.reason
+    if turnover is not None:
+        # What the survivors told of while the job waited; their next reports are of the new one.
+        before = max(turnover.step_before, turn.newest_step())
+        turnover = replace(turnover, started_at_s=turn.now_s, step_before=before)
     memories = ledger.slices
     if ledger.incarnation > 0:
         for id_ in fresh:
@@ -110,7 +114,7 @@ def go(turn: Turn, members: Sequence[SliceId]) -> None:
         fresh=fresh,
         incarnation_at_s=turn.now_s,
         cause=reason,
-        turnover=None if turnover is None else replace(turnover, started_at_s=turn.now_s),
+        turnover=turnover,
         incident=None,
         requests=0,
         standby=tuple(entry for entry in ledger.standby if entry.id not in chosen),
