@@ -51,6 +51,9 @@ def close_turnover(turn: Turn) -> Recovery | None:
             return None
     row = _complete(turn, turnover, figures)
     restored = max([one.step for one in figures], default=ledger.step_seen)
+    if row.storage_bytes:
+        text = f"{row.storage_bytes} bytes of step {restored} were in no host's memory any more."
+        turn.tell(f"restored-{ledger.incarnation}", Reason.RESTORED_FROM_STORAGE, text)
     # What was shown until now may be of the lineage that ends here.
     turn.step_published = restored
     turn.change(

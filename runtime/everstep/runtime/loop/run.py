@@ -225,8 +225,10 @@ class Run:
             self._keeper.note_first_step(step)
         is_last = step == self._step_last
         if is_last or hold == step or self._is_due(step):
-            self._keeper.capture(step, state, is_required=is_last or hold == step)
+            # First the metrics: a step that is restored is not made again, so what is not told of
+            # it before it is held might never be.
             self._metrics.drain()
+            self._keeper.capture(step, state, is_required=is_last or hold == step)
         if hold != step:
             return
         if self._control.read(Word.HOLD_KIND) == HoldKind.LEAVE and not is_last:
