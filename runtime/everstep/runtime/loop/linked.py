@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from everstep.runtime.agent.frames import send
 from everstep.runtime.agent.link import Assignment, FirstStepDone, MetricNames, Restored
 from everstep.runtime.clock import Clock
 from everstep.runtime.loop.placement import with_shardings
+from everstep.runtime.loop.recent import recent_lines
 from everstep.runtime.loop.slots import AgentSlots
 from everstep.runtime.loop.state import flatten
 
@@ -38,6 +39,8 @@ class LinkedKeeper:
         self.failure: BaseException | None = None
         self._assignment = assignment
         self._sock = sock
+        self._control = control
+        self._extra: Mapping[str, str] = {}
         self._own_slot_fds = own_slot_fds
         self._clock = clock
         timeout_s = min(GRANT_TIMEOUT_MAX_S, assignment.settings.progress_timeout_s / 2)
@@ -70,7 +73,7 @@ class LinkedKeeper:
             holding: memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
             for holding, fd in zip(self._assignment.own_slots, self._own_slot_fds, strict=True)
         }
-        state, figures, _ = restore_state(
+        state, figures, self._extra = restore_state(
             flatten(with_shardings(abstract, shardings)),
             shardings,
             assignment=self._assignment,
@@ -95,6 +98,9 @@ class LinkedKeeper:
     def name_metrics(self, names: tuple[str, ...]) -> None:
         """See `Keeper.name_metrics`."""
         send(self._sock, MetricNames(names=names))
+        self._slots.metric_names = names
+        for step, values in recent_lines(self._extra, names):
+            self._control.record(step, values)
 
     def close(self) -> None:
         """See `Keeper.close`: the agent owns every captured step already."""

@@ -22,6 +22,7 @@ from everstep.runtime.clock import Clock
 from everstep.runtime.errors import ConfigurationError, InvariantViolated, PeerUnavailable, check
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.scalars import inline_extra
+from everstep.runtime.loop.recent import RECENT_STEPS, recent_extra
 from everstep.runtime.loop.state import flatten, reflatten
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
 from everstep.runtime.snapshot.slots import SlotWriter
@@ -45,6 +46,8 @@ class AgentSlots:
         self._plan: CapturePlan | None = None
         self._writer: SlotWriter | None = None
         self._slot_used = NO_SLOT
+        self.metric_names: tuple[str, ...] = ()
+        """Of the values in the ring; its last steps go with each capture."""
 
     def prepare(self, state: Any) -> None:
         """Have slots made for a state of this tree and layout.
@@ -90,10 +93,16 @@ class AgentSlots:
         plan.capture(flat, writer.targets(slot))
         copy_s = self._clock.monotonic_s() - started_s
         self._slot_used = slot
-        extra = inline_extra(flat.tree)
+        extra = inline_extra(flat.tree) | self._recent()
         send(self._sock, Captured(slot=slot, step=step, copy_s=copy_s, extra=extra))
         self._control.write(Word.SLOT_WRITING, NO_SLOT)
         return True
+
+    def _recent(self) -> dict[str, str]:
+        first = max(0, self._control.head - RECENT_STEPS)
+        width = len(self.metric_names)
+        lines = ((step, values[:width]) for step, values in self._control.entries(first))
+        return recent_extra(self.metric_names, lines)
 
     def _flatten(self, state: Any) -> FlatState:
         if self._before is None:
