@@ -74,6 +74,8 @@ class Agent:
     is_alive: bool = True
     is_frozen: bool = False
     exited_at_s: float | None = None
+    exit_code: int | None = None
+    """None where a signal ended it, or nobody saw how it ended."""
     kill_at_s: float | None = None
     sequence_seen: int = 0
     incarnation: Incarnation = NO_INCARNATION
@@ -202,6 +204,7 @@ class SimulatedJob:
             address=address,
             port=7070,
             exited_at_s=agent.exited_at_s,
+            exit_code=agent.exit_code,
             report=agent.report,
         )
 
@@ -287,8 +290,10 @@ class SimulatedJob:
         if capacity_gone:
             self.take(id_)
 
-    def kill_agent(self, host: HostId) -> None:
+    def kill_agent(self, host: HostId, *, exit_code: int | None = None) -> None:
+        """End an agent; with an exit code, by its own doing."""
         if host in self.agents:
+            self.agents[host].exit_code = exit_code
             self._exit(self.agents[host])
 
     def freeze(self, id_: SliceId) -> None:

@@ -351,3 +351,18 @@ def test_steps_that_the_survivors_tell_of_while_the_job_waits_count_as_lost() ->
     assert row.step_restored is not None
     assert row.lost_steps == before + 7 - row.step_restored
     assert row.lost_steps >= 7
+
+
+def test_an_agent_that_ends_itself_before_its_first_report_is_a_failure_with_a_limit() -> None:
+    job = SimulatedJob(make_spec(desired=1, restart={"maxRestarts": 2}))
+    for _ in range(2000):
+        job.run(0.05)
+        for agent in list(job.agents.values()):
+            if agent.is_alive and agent.report is None:
+                job.kill_agent(agent.host, exit_code=1)
+        if job.status.phase is Phase.FAILED:
+            break
+    assert job.status.phase is Phase.FAILED
+    assert "ended with code 1 before its first report" in job.status.message
+    assert job.status.restarts.failures == 3
+    assert job.status.restarts.disruptions == 0

@@ -229,6 +229,12 @@ def _refusal(turn: Turn, gone: list[HostView]) -> str | None:
         report = turn.report(host)
         if report is not None and report.address_refused is not None:
             return f"Host {report.host}: {report.address_refused}"
+        if report is None and host.exit_code is not None and host.exit_code > 0:
+            # It ended itself, so no machine was lost, and the next one would do the same.
+            return (
+                f"The agent of a host {host.host} at {host.address} ended with code "
+                f"{host.exit_code} before its first report; its log says why"
+            )
     return None
 
 
