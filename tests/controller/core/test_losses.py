@@ -349,6 +349,7 @@ def test_steps_that_the_survivors_tell_of_while_the_job_waits_count_as_lost() ->
     (row,) = job.status.recoveries
     assert row.step_before == before + 7
     assert row.step_restored is not None
+    assert row.lost_steps is not None
     assert row.lost_steps == before + 7 - row.step_restored
     assert row.lost_steps >= 7
 

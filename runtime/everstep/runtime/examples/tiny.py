@@ -181,8 +181,6 @@ def dataset(batch_size: int) -> es.IndexedDataset:
 def train(run: es.Run) -> None:
     mesh = run.mesh(data=setting("DATA", -1), fsdp=setting("FSDP", 1))
     state = run.restore(make_init(setting("WIDTH", 32)), shardings(mesh))
-    if FAULT is Fault.UNSTORABLE:
-        state["callback"] = print
     gradients_of = run.value_and_grad(
         loss_fn,
         logical_shards=setting("LOGICAL_SHARDS", 12),
@@ -201,7 +199,8 @@ def train(run: es.Run) -> None:
             time.sleep(pause_s)
         if FAULT is Fault.GROW_STATE and step >= setting("FAULT_STEP", 0):
             state = {**state, "extra": jnp.zeros(3)}
-        run.step_done(step, state, {"loss": loss})
+        told = {**state, "callback": print} if FAULT is Fault.UNSTORABLE else state
+        run.step_done(step, told, {"loss": loss})
 
 
 misbehave_at_import()

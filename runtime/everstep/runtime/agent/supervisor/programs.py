@@ -349,6 +349,9 @@ def spawn(
         env={**_ONE_THREAD, **os.environ, **environment},
         pass_fds=pass_fds,
         stdin=subprocess.DEVNULL,
+        # A signal to the agent's group is a notice, and the agent's to act on: a shell in front of
+        # the program would end from it, and take the program with it.
+        process_group=0,
     )
 
 
