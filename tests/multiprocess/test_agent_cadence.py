@@ -40,7 +40,7 @@ def test_the_automatic_cadence_is_measured_and_told_to_all_members(rig: Rig) -> 
 
 def test_with_replicas_a_state_sharded_across_slices_survives_a_loss_without_notice(
     rig: Rig,
-) -> None:  # G3, C164
+) -> None:  # G3
     rig.settings = settings_of(rig.folder, snapshot_replicas=1, snapshot_every_steps=10)
     rig.environment["SHARDED"] = "1"
     rig.start(*HOSTS)

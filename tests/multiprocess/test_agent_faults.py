@@ -123,7 +123,7 @@ def test_a_lost_coordinator_ends_the_incarnation_as_a_consequence(rig: Rig) -> N
     go_on(rig)
 
 
-def test_a_frozen_worker_is_found_by_its_lack_of_progress(rig: Rig) -> None:  # C263, C268
+def test_a_frozen_worker_is_found_by_its_lack_of_progress(rig: Rig) -> None:
     rig.settings = settings_of(
         rig.folder, report_timeout_s=1.0, progress_timeout_s=2.0, join_timeout_s=20.0
     )
@@ -135,7 +135,7 @@ def test_a_frozen_worker_is_found_by_its_lack_of_progress(rig: Rig) -> None:  # 
     go_on(rig)
 
 
-def test_a_frozen_agent_that_wakes_up_fences_its_own_worker(rig: Rig) -> None:  # G6, C100
+def test_a_frozen_agent_that_wakes_up_fences_its_own_worker(rig: Rig) -> None:  # G6
     run(rig)
     agent = rig.agents[host(1)]
     tree = [psutil.Process(agent.pid), *rig.children(host(1))]
@@ -175,13 +175,13 @@ def test_messages_of_another_incarnation_are_refused_with_both_numbers(rig: Rig)
     assert (status, refused.yours, refused.mine) == (425, 6, 5)
 
 
-def test_a_taken_coordinator_port_is_stepped_over_and_said(rig: Rig) -> None:  # C102
+def test_a_taken_coordinator_port_is_stepped_over_and_said(rig: Rig) -> None:
     with socket.create_server((rig.address(host(0)), COORDINATOR_PORT)):
         run(rig)
     assert "coordinator port is taken" in rig.logs()
 
 
-def test_a_taken_agent_port_ends_the_agent_with_the_port_named(rig: Rig) -> None:  # C102
+def test_a_taken_agent_port_ends_the_agent_with_the_port_named(rig: Rig) -> None:
     with socket.create_server((rig.address(host(0)), PORT)):
         rig.start(host(0))
         assert rig.agents[host(0)].wait(20) == 78
@@ -261,7 +261,7 @@ def test_what_a_worker_forked_is_gone_with_it(rig: Rig) -> None:
     wait_for(lambda: not psutil.pid_exists(loader), what="the loader to be gone")
 
 
-def test_a_signalled_group_is_held_and_told_not_lost(rig: Rig) -> None:  # C058, G8
+def test_a_signalled_group_is_held_and_told_not_lost(rig: Rig) -> None:  # G8
     run(rig)
     os.killpg(rig.agents[host(1)].pid, signal.SIGTERM)
     report = rig.wait(host(1), lambda r: r.notice is not None)
@@ -287,7 +287,7 @@ def test_an_agent_whose_controller_died_trains_on(rig: Rig) -> None:  # G8
     go_on(rig)
 
 
-def test_a_missing_host_is_named_at_the_join_deadline(rig: Rig) -> None:  # G7, C089
+def test_a_missing_host_is_named_at_the_join_deadline(rig: Rig) -> None:  # G7
     rig.settings = settings_of(
         rig.folder, report_timeout_s=0.5, progress_timeout_s=1.0, join_timeout_s=1.5
     )

@@ -77,7 +77,7 @@ def test_members_leave_after_one_agreed_step_and_none_is_lost(rig: Rig) -> None:
     assert rig.wait_phase(host(1), HostPhase.WAITING).incarnation == 2
 
 
-def test_what_only_the_doomed_slice_holds_moves_to_the_survivors(rig: Rig) -> None:  # G2, C074
+def test_what_only_the_doomed_slice_holds_moves_to_the_survivors(rig: Rig) -> None:  # G2
     rig.environment["SHARDED"] = "1"
     rig.start(*HOSTS)
     rig.direct(1, SLICES)
@@ -95,7 +95,7 @@ def test_what_only_the_doomed_slice_holds_moves_to_the_survivors(rig: Rig) -> No
         assert report.restore.step == held.step
 
 
-def test_a_notice_to_every_slice_makes_the_step_durable(rig: Rig) -> None:  # C075
+def test_a_notice_to_every_slice_makes_the_step_durable(rig: Rig) -> None:
     rig.start(*HOSTS)
     rig.direct(1, SLICES)
     rig.wait_running(*HOSTS, incarnation=1)
@@ -122,7 +122,7 @@ def test_a_checkpoint_request_lets_training_go_on(rig: Rig) -> None:
         assert report.exit is None
 
 
-def test_a_notice_in_a_long_evaluation_falls_back_to_what_is_held(rig: Rig) -> None:  # C057
+def test_a_notice_in_a_long_evaluation_falls_back_to_what_is_held(rig: Rig) -> None:
     rig.environment |= {"PAUSE_AT": "11", "PAUSE_S": "60"}
     rig.start(*HOSTS)
     rig.direct(1, SLICES)
@@ -131,7 +131,7 @@ def test_a_notice_in_a_long_evaluation_falls_back_to_what_is_held(rig: Rig) -> N
     assert_held_by_the_deadline(rig, 1, step=10)
 
 
-def test_a_notice_while_a_program_prepares_costs_nothing(rig: Rig) -> None:  # C057, G2
+def test_a_notice_while_a_program_prepares_costs_nothing(rig: Rig) -> None:  # G2
     rig.environment["PREPARE_S"] = "60"
     rig.start(*HOSTS)
     rig.direct(1, SLICES)
@@ -174,7 +174,7 @@ def test_steps_that_are_due_become_checkpoints_and_old_ones_are_dropped(rig: Rig
     rig.assert_nothing_left()
 
 
-def test_everything_lost_resumes_from_the_newest_checkpoint(rig: Rig) -> None:  # C018
+def test_everything_lost_resumes_from_the_newest_checkpoint(rig: Rig) -> None:
     rig.settings = settings_of(rig.folder, checkpoint_every_steps=10)
     rig.start(*HOSTS)
     rig.direct(1, SLICES)
@@ -190,7 +190,7 @@ def test_everything_lost_resumes_from_the_newest_checkpoint(rig: Rig) -> None:  
     assert report.restore.step >= committed
 
 
-def test_a_finished_run_that_is_started_again_writes_nothing(rig: Rig) -> None:  # C026
+def test_a_finished_run_that_is_started_again_writes_nothing(rig: Rig) -> None:
     rig.environment["STEPS"] = "6"
     rig.start(host(0))
     rig.direct(1, {0: 1})

@@ -205,7 +205,6 @@ def test_suspension_makes_the_step_durable_and_frees_everything() -> None:
 
 
 def test_a_job_can_be_suspended_and_resumed_many_times() -> None:
-    """C256."""
     job = training_job()
     for n in range(5):
         job.respec(replace(job.spec, suspend=True))
@@ -297,7 +296,7 @@ def test_the_last_step_ends_the_job_with_success() -> None:
 
 
 def test_a_finished_job_stays_finished() -> None:
-    """Invariant 8, C234."""
+    """Invariant 8."""
     job = training_job(steps=40)
     job.run(8)
     writes = job.writes
@@ -315,7 +314,6 @@ def test_a_finished_job_stays_finished() -> None:
 
 
 def test_peers_that_die_after_the_lead_is_done_do_not_matter() -> None:
-    """C091."""
     job = training_job()
     job.committed = job.step()
     job.end_worker(job.agents[HostId(S0, 0)], ExitCause.DONE, alone=True)
@@ -326,7 +324,6 @@ def test_peers_that_die_after_the_lead_is_done_do_not_matter() -> None:
 
 
 def test_an_exception_is_retried_with_growing_patience_until_the_budget_is_spent() -> None:
-    """C248."""
     job = training_job(restart={"maxRestarts": 3})
     starts: list[float] = []
     last = job.ledger.incarnation
@@ -350,7 +347,7 @@ def test_an_exception_is_retried_with_growing_patience_until_the_budget_is_spent
 
 
 def test_disruptions_do_not_spend_the_failure_budget() -> None:
-    """G10, C238."""
+    """G10."""
     job = training_job(restart={"maxRestarts": 0})
     for _ in range(6):
         job.kill_slice(S1, capacity_gone=True)
@@ -544,7 +541,6 @@ def test_tokens_are_new_for_each_incarnation_and_stay_within_one() -> None:
 
 
 def test_reports_of_another_job_of_the_same_name_are_not_heard() -> None:
-    """C106."""
     job = training_job()
     agent = job.agents[HostId(S1, 0)]
     job.advance()

@@ -1,4 +1,4 @@
-"""The controller is killed at every line of every pass that decides something (C236).
+"""The controller is killed at every line of every pass that decides something.
 
 Each scenario is played once undisturbed. Then it is played again for every pass that had something
 to persist or to do, and for every line of that pass: killed there, started again a second later.

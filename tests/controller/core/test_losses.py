@@ -102,7 +102,7 @@ def test_a_short_silence_is_only_a_suspicion() -> None:
 
 
 def test_consequences_wait_for_their_cause() -> None:
-    """C241: the siblings of a silent slice end first, and the first cause is still found."""
+    """The siblings of a silent slice end first, and the first cause is still found."""
     job = training_job()
     job.freeze(S0)
     for agent in job.agents.values():
@@ -270,7 +270,7 @@ def test_the_policy_decides_about_a_lost_slice(policy: str, expected: set[int]) 
 
 @pytest.mark.parametrize("policy", ["WaitThenShrink", "WaitForReplacement"])
 def test_a_slice_whose_capacity_is_there_is_replaced_as_a_unit(policy: str) -> None:
-    """C257: patience pays when the slice is soon back; there is no shrink in between."""
+    """Patience pays when the slice is soon back; there is no shrink in between."""
     job = training_job(on_loss=policy, hosts=2)
     job.kill_agent(HostId(S1, 0))
     job.run(4)

@@ -95,7 +95,7 @@ def test_a_repeated_notice_asks_for_nothing_new() -> None:
 
 
 def test_a_second_notice_joins_the_first_while_it_drains() -> None:
-    """C071: one save, one reschedule, both slices excluded."""
+    """One save, one reschedule, both slices excluded."""
     job = training_job(timing=Timing(hold_s=3.5))
     job.notify(S0, 20)
     job.run(0.3)
@@ -110,7 +110,7 @@ def test_a_second_notice_joins_the_first_while_it_drains() -> None:
 
 
 def test_a_notice_of_all_slices_makes_the_step_durable_and_waits() -> None:
-    """C075: all are taken, then one comes back."""
+    """All are taken, then one comes back."""
     job = training_job(on_loss="WaitThenShrink", wait_s=3)
     for id_ in (S0, S1, S2):
         job.notify(id_, 15)
@@ -131,7 +131,7 @@ def test_a_notice_of_all_slices_makes_the_step_durable_and_waits() -> None:
 
 
 def test_a_withdrawn_notice_is_forgotten() -> None:
-    """C076: before the members agreed."""
+    """Before the members agreed."""
     job = training_job(timing=Timing(hold_s=3.5))
     job.notify(S1, 20)
     job.run(0.3)
@@ -183,7 +183,7 @@ def test_a_request_withdrawn_too_late_is_healed() -> None:
 
 @pytest.mark.parametrize("notice_s", [0.5, 2.0, 8.0])
 def test_a_short_notice_keeps_most_of_itself(notice_s: float) -> None:
-    """C261 and the notice shorter than the budget: a margin is a share of what there is."""
+    """The notice shorter than the budget: a margin is a share of what there is."""
     job = training_job()
     job.notify(S1, notice_s)
     job.run_pass()
@@ -225,7 +225,7 @@ def test_an_answer_that_never_comes_costs_the_deadline_and_no_more() -> None:
 
 
 def test_a_slice_that_dies_before_its_deadline_ends_the_drain() -> None:
-    """C074: the doomed slice is gone before anybody answered."""
+    """The doomed slice is gone before anybody answered."""
     job = training_job(timing=Timing(hold_s=5), scale_up={"mode": "Never"})
     job.notify(S0, 20)
     job.run(0.5)
@@ -239,7 +239,7 @@ def test_a_slice_that_dies_before_its_deadline_ends_the_drain() -> None:
 
 
 def test_an_error_after_a_notice_is_its_consequence() -> None:
-    """C058: what breaks while slices leave is not counted as a failure."""
+    """What breaks while slices leave is not counted as a failure."""
     job = training_job(timing=Timing(hold_s=30), scale_up={"mode": "Never"})
     job.notify(S1, 40)
     job.run(0.5)
@@ -252,7 +252,7 @@ def test_an_error_after_a_notice_is_its_consequence() -> None:
 
 
 def test_an_error_without_a_notice_is_a_failure() -> None:
-    """C079: an exception is never called a preemption."""
+    """An exception is never called a preemption."""
     job = training_job()
     job.raise_in_worker(HostId(S1, 0), "MemoryError")
     job.run(1)
@@ -316,7 +316,7 @@ def test_an_imminent_notice_is_always_heeded(action: str) -> None:
 
 
 def test_a_notice_before_the_first_step_saves_nothing_and_loses_nothing() -> None:
-    """C057, before step 1."""
+    """Before step 1."""
     job = SimulatedJob(make_spec(), timing=Timing(restore_s=5))
     job.run(2)
     assert job.ledger.stage is Stage.RUN
@@ -327,7 +327,7 @@ def test_a_notice_before_the_first_step_saves_nothing_and_loses_nothing() -> Non
 
 
 def test_a_slice_under_notice_is_not_chosen() -> None:
-    """C073: a notice in the gap between two incarnations."""
+    """A notice in the gap between two incarnations."""
     job = training_job(on_loss="WaitThenShrink", wait_s=4)
     job.kill_slice(S1)
     job.run(0.2)

@@ -52,7 +52,7 @@ def test_the_chosen_count_is_the_largest_allowed_one(
 def test_a_drain_ends_before_its_notice_and_never_waits_absurdly(
     notice_s: float, budget_s: float, margin_share: float
 ) -> None:
-    """(5), C261: whatever the clock of the notice says."""
+    """(5): whatever the clock of the notice says."""
     emergency = {"budgetSeconds": budget_s, "safetyMarginSeconds": margin_share * budget_s}
     checkpoint = {"uri": "/tmp/job", "everySteps": 20, "emergency": emergency}
     job = training_job(checkpoint=checkpoint)

@@ -180,7 +180,7 @@ def test_a_thread_that_the_program_leaves_does_not_keep_the_worker(world: World)
         assert one.hosts[0].process.returncode == 0
 
 
-def test_a_stale_environment_does_not_make_the_workers_wait(world: World) -> None:  # C098
+def test_a_stale_environment_does_not_make_the_workers_wait(world: World) -> None:
     stale = {
         "MEGASCALE_NUM_SLICES": "3",
         "MEGASCALE_SLICE_ID": "2",

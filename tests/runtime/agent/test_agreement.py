@@ -90,7 +90,7 @@ def test_a_checkpoint_is_never_confirmed_to_leave() -> None:
     assert effects == (AwaitHeld(hosts=MEMBERS, step=Step(8)),)
 
 
-def test_a_member_past_the_proposal_raises_it_and_nobody_has_left() -> None:  # A1, A2, C080
+def test_a_member_past_the_proposal_raises_it_and_nobody_has_left() -> None:  # A1, A2
     state, _ = asked(start(), 7, 7, 7)
     late = HoldAnswer(accepted=False, step_done=Step(9))
     state, effects = feed(state, HoldAnswered(host=host(1), step=Step(8), answer=late))
@@ -100,7 +100,7 @@ def test_a_member_past_the_proposal_raises_it_and_nobody_has_left() -> None:  # 
     assert effects == ()
 
 
-def test_members_that_are_not_training_mean_that_memory_decides() -> None:  # C057
+def test_members_that_are_not_training_mean_that_memory_decides() -> None:
     state, effects = feed(
         start(),
         ProgressSeen(host=host(0), progress=progress(4), reply_s=0.01),

@@ -57,7 +57,7 @@ def test_a_gathering_names_who_is_missing_until_all_are_in() -> None:
     assert second.is_complete
 
 
-def test_a_surplus_host_and_another_incarnation_are_refused() -> None:  # C095, C101
+def test_a_surplus_host_and_another_incarnation_are_refused() -> None:
     gathering = Gathering(directive=directive(1, [0, 1]))
     assert receive(gathering, join(2)) == "host 2/0 is not a member of incarnation 1"
     assert receive(gathering, join(0, incarnation=2)) == "this join is of incarnation 1"
@@ -80,7 +80,7 @@ def test_a_surplus_host_and_another_incarnation_are_refused() -> None:  # C095, 
             [],
             [],
             (4, False),
-            id="a half is no step, never a mixture (C157)",
+            id="a half is no step, never a mixture",
         ),
         pytest.param(
             [(0, 4, None)], [committed(6)], [], (6, True), id="a newer checkpoint beats memory"
@@ -135,7 +135,7 @@ def test_halves_of_two_incarnations_are_never_mixed() -> None:  # R3
     assert choice.step == 4
 
 
-def test_unreadable_storage_is_not_absence() -> None:  # R4, C012, C014
+def test_unreadable_storage_is_not_absence() -> None:  # R4
     choice = choose([], "ledger entry 7 is damaged")
     assert isinstance(choice, NoChoice)
     assert "ledger entry 7" in choice.why
@@ -156,7 +156,7 @@ def test_all_checkpoints_set_aside_is_no_fresh_start() -> None:
     assert "6" in choice.why
 
 
-def test_everyone_gets_the_same_step_roster_and_coordinator() -> None:  # R1, C085
+def test_everyone_gets_the_same_step_roster_and_coordinator() -> None:  # R1
     one = directive(2, [0, 2], hosts=2)
     gathering = Gathering(directive=one)
     for who in roster(one):

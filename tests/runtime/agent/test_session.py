@@ -152,7 +152,7 @@ def test_a_newer_incarnation_ends_the_worker_and_joins() -> None:  # S2
     assert one.state.exit is None
 
 
-def test_an_older_or_foreign_directive_changes_nothing() -> None:  # S1, C106
+def test_an_older_or_foreign_directive_changes_nothing() -> None:  # S1
     one = Host()
     one.run(directive(3, [0, 1]))
     before = one.state
@@ -222,7 +222,7 @@ def test_an_abort_of_a_process_alone_is_its_own_doing() -> None:
     assert one.state.exit.cause is ExitCause.SIGNALED
 
 
-def test_what_breaks_after_the_notice_is_its_consequence() -> None:  # S5, C058, G10
+def test_what_breaks_after_the_notice_is_its_consequence() -> None:  # S5, G10
     one = Host()
     one.run(directive(1, [0, 1]))
     one.feed(events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0))
@@ -232,7 +232,7 @@ def test_what_breaks_after_the_notice_is_its_consequence() -> None:  # S5, C058,
     assert one.state.exit.message == "after the notice: words"
 
 
-def test_done_is_reported_only_when_the_last_step_is_durable() -> None:  # C001, C026
+def test_done_is_reported_only_when_the_last_step_is_durable() -> None:
     lead = Host()
     lead.run(directive(1, [0, 1]))
     assert events.MakeFinal(step=Step(5)) in lead.end(kind=EndKind.DONE, code=0)
@@ -261,7 +261,7 @@ def test_only_the_lead_serves_a_request_and_serves_it_once() -> None:
         assert events.ServeRequest not in kinds(one.see(again))
 
 
-def test_a_changed_request_replaces_the_one_that_is_served() -> None:  # C071
+def test_a_changed_request_replaces_the_one_that_is_served() -> None:
     one = Host()
     one.run(directive(1, [0, 1, 2]))
     one.see(directive(1, [0, 1, 2], sequence=101, request=leave(number=1, doomed=[1])))
@@ -275,7 +275,7 @@ def test_a_changed_request_replaces_the_one_that_is_served() -> None:  # C071
     assert one.state.held is None
 
 
-def test_a_withdrawn_request_is_dropped_and_training_goes_on() -> None:  # C076
+def test_a_withdrawn_request_is_dropped_and_training_goes_on() -> None:
     one = Host()
     one.run(directive(1, [0, 1]))
     one.see(directive(1, [0, 1], sequence=101, request=leave(doomed=[1])))
@@ -294,7 +294,7 @@ def test_a_request_that_came_during_the_join_is_served_after_it() -> None:
     assert kinds(effects) == [events.LaunchWorker, events.ServeRequest]
 
 
-def test_a_worker_without_progress_is_killed_and_called_hung() -> None:  # G7, C268
+def test_a_worker_without_progress_is_killed_and_called_hung() -> None:  # G7
     one = Host()
     one.run(directive(1, [0, 1]))
     for second in range(60):
@@ -318,7 +318,7 @@ def test_the_first_step_has_its_own_longer_grace() -> None:
     assert kinds(one.feed(events.TimePassed(at_s=220.0))) == [events.KillWorker]
 
 
-def test_time_in_which_the_agent_itself_did_not_run_proves_nothing() -> None:  # C263
+def test_time_in_which_the_agent_itself_did_not_run_proves_nothing() -> None:
     one = Host()
     one.run(directive(1, [0, 1]))
     one.feed(events.TimePassed(at_s=101.0))
@@ -352,7 +352,7 @@ def test_a_lost_coordinator_is_a_consequence_and_ends_the_worker() -> None:
     assert one.state.exit.cause is ExitCause.CONSEQUENCE
 
 
-def test_a_repeated_notice_ends_the_agent_only_when_nothing_is_lost_by_it() -> None:  # C071
+def test_a_repeated_notice_ends_the_agent_only_when_nothing_is_lost_by_it() -> None:
     one = Host()
     one.run(directive(1, [0, 1]))
     notice = events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0)

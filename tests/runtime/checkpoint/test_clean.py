@@ -70,7 +70,6 @@ def test_a_step_is_dropped_before_its_folder_is_deleted() -> None:
 
 
 def test_drafts_of_earlier_incarnations_are_collected_and_own_ones_are_not(store: Store) -> None:
-    # C009, C035
     old = claimed(store, 1)
     save(store, old, 10, TREE, VALUES)
     left = begin(store, Step(20), Incarnation(1), ledger=old)
@@ -101,7 +100,6 @@ def test_a_fenced_job_deletes_nothing(store: Store) -> None:
 
 
 def test_what_another_job_committed_stays(store: Store) -> None:
-    # C032
     old = claimed(store, 1, "a")
     for step in (1, 2):
         save(store, old, step, TREE, VALUES)
@@ -134,7 +132,6 @@ def test_replaced_commits_go_and_overtaken_ones_when_they_are_overtaken(store: S
 
 
 def test_disk_use_is_bounded_over_many_kills(store: Store) -> None:
-    # C038
     rule = Retention(latest=2)
     for incarnation in range(1, 13):
         ledger = claimed(store, incarnation)
@@ -147,7 +144,6 @@ def test_disk_use_is_bounded_over_many_kills(store: Store) -> None:
 
 
 def test_a_reader_deletes_nothing(store: Store) -> None:
-    # C035
     ledger = claimed(store)
     commit = save(store, ledger, 20, TREE, VALUES)
     draft = begin(store, Step(30), Incarnation(1), ledger=ledger)

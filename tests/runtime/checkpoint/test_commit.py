@@ -65,7 +65,6 @@ def finish(store: Store, ledger: RunLedger, draft: str, parts: Parts, step: int 
 
 
 def test_a_draft_is_no_step_until_it_is_committed(store: Store) -> None:
-    # C001, C048
     ledger = claimed(store)
     save(store, ledger, 5, TREE, VALUES)
     draft = begin(store, Step(10), Incarnation(1), ledger=ledger)
@@ -78,7 +77,6 @@ def test_a_draft_is_no_step_until_it_is_committed(store: Store) -> None:
 
 
 def test_a_part_that_was_not_reported_makes_the_commit_fail_by_leaf(store: Store) -> None:
-    # C011
     ledger = claimed(store)
     draft = begin(store, Step(10), Incarnation(1), ledger=ledger)
     parts = write_draft(store, draft, TREE, VALUES)
@@ -225,7 +223,6 @@ def test_two_writers_of_one_step_race_and_exactly_one_commits_it(store: Store) -
 
 
 def test_a_replayed_step_replaces_the_old_one_in_one_instant(store: Store) -> None:
-    # C178, C181, C022
     save(store, claimed(store, 1), 20, TREE, VALUES)
     second = claimed(store, 2)
     draft = begin(store, Step(20), Incarnation(2), ledger=second)
@@ -250,7 +247,6 @@ def test_a_step_that_this_claim_committed_is_not_written_again(store: Store) -> 
 
 
 def test_leftovers_of_a_killed_attempt_are_in_nobodys_way(store: Store) -> None:
-    # C009
     ledger = claimed(store)
     left = begin(store, Step(12), Incarnation(1), ledger=ledger)
     write_draft(store, left, TREE, OTHER_VALUES)
@@ -261,7 +257,6 @@ def test_leftovers_of_a_killed_attempt_are_in_nobodys_way(store: Store) -> None:
 
 
 def test_rolled_back_runs_commit_again_from_where_they_went_back_to(store: Store) -> None:
-    # C176
     ledger = claimed(store, 1)
     for step in (15, 20):
         save(store, ledger, step, TREE, VALUES)
@@ -306,7 +301,7 @@ class Failing(MemoryStore):
         return super().create_exclusive(path, data)
 
 
-def test_a_commit_that_fails_at_any_write_leaves_the_older_step(  # G1, C001
+def test_a_commit_that_fails_at_any_write_leaves_the_older_step(  # G1
 ) -> None:
     done = False
     for writes in range(40):

@@ -54,7 +54,7 @@ def writer(run: Path, incarnation: int, steps: str, *before: str) -> subprocess.
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_the_old_step_or_the_new_one(tmp_path: Path) -> None:
-    # C004, C178: the child saves step after step; it is killed when a randomly chosen number of
+    # The child saves step after step; it is killed when a randomly chosen number of
     # files has appeared, so the kills are spread over all of a save.
     store = PosixStore(str(tmp_path))
     save(store, claimed(store, 1), 1, TREE, random_values(TREE, seed=1))
@@ -131,7 +131,6 @@ def small_disk(tmp_path: Path) -> Path:
 
 @pytest.mark.processes
 def test_a_full_disk_refuses_the_step_and_keeps_the_older(small_disk: Path) -> None:
-    # C198
     try:
         store = PosixStore(str(small_disk))
         save(store, claimed(store, 1), 1, TREE, random_values(TREE, seed=1))
@@ -154,7 +153,7 @@ def test_a_full_disk_refuses_the_step_and_keeps_the_older(small_disk: Path) -> N
 
 @pytest.mark.processes
 def test_everything_is_synced_before_the_ledger_names_it(tmp_path: Path) -> None:
-    # C202, G1: the order of system calls, from a trace.
+    # G1: the order of system calls, from a trace.
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("strace is not installed")

@@ -43,7 +43,6 @@ def test_ordinary_names_are_joined_with_dots() -> None:
     ],
 )
 def test_no_two_leaves_ever_meet(paths: list[tuple[Key, ...]]) -> None:
-    # C143, C145, C138
     tree = tree_of(*(leaf(*keys) for keys in paths))
     names = array_names(tree)
     assert len(set(names)) == len(paths)

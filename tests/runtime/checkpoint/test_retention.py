@@ -42,13 +42,12 @@ def commits(*steps: int, job_uid: str = "a") -> list[Commit]:
 def test_newest_and_every_nth_stay(
     steps: tuple[int, ...], latest: int, every: int | None, dropped: tuple[int, ...]
 ) -> None:
-    # C020, C039
     rule = Retention(latest=latest, every_steps=every)
     assert choose_dropped(commits(*steps), rule, 0.0) == dropped
 
 
 def test_the_newest_two_stay_whatever_is_asked() -> None:
-    # C028, over all small rules
+    # over all small rules
     for count, latest, every in itertools.product(range(6), range(1, 4), (None, 1, 20, 30)):
         all_steps = [10 * i for i in range(1, count + 1)]
         dropped = choose_dropped(
@@ -64,7 +63,6 @@ def test_the_newest_two_stay_whatever_is_asked() -> None:
 
 
 def test_what_another_job_committed_is_not_dropped() -> None:
-    # C032
     both = commits(1, 2, job_uid="x") + commits(3, 4, 5, job_uid="y")
     rule = Retention(latest=2)
     assert choose_dropped(both, rule, 0.0, job_uid="y") == (3,)

@@ -44,7 +44,7 @@ STALE = {
 }
 
 
-def test_the_assignment_wins_over_a_stale_environment() -> None:  # C098
+def test_the_assignment_wins_over_a_stale_environment() -> None:
     changes = identity_variables(assignment((0, 2), own=2), STALE)
     assert changes == {
         "MEGASCALE_NUM_SLICES": "2",

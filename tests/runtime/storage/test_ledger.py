@@ -161,7 +161,6 @@ def test_of_two_claims_of_the_same_number_both_are_in_order(store: Store) -> Non
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "garbage", "swapped", "missing", "crc"])
 def test_an_unreadable_entry_is_never_an_empty_run(store: Store, damage: str) -> None:
-    # C012, C014
     ledger = claimed(store)
     append(ledger, 10)
     append(ledger, 20)
@@ -221,7 +220,6 @@ class Flaky(MemoryStore):
 
 
 def test_no_answer_is_not_an_empty_run_and_reading_goes_on_later() -> None:
-    # C014
     store = Flaky(0)
     append(claimed(store), 10)
     store.failures = 1

@@ -51,7 +51,7 @@ def test_what_passes_is_tried_again(
 def test_what_does_not_pass_ends_after_a_bounded_number_of_tries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # C014: an unreadable folder is never an empty one.
+    # An unreadable folder is never an empty one.
     store = PosixStore(str(tmp_path))
     seen = failing(monkeypatch, "listdir", iter([errno.ESTALE] * 1000))
     with pytest.raises(StorageUnavailable, match="/the/file"):
@@ -89,7 +89,7 @@ def test_every_error_number_of_the_system_has_a_judgement() -> None:
 def test_a_success_whose_answer_was_lost_is_a_success(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # C194, on a file system whose `link` is carried out and then reported as failed.
+    # on a file system whose `link` is carried out and then reported as failed.
     real = os.link
     calls: list[str] = []
 
@@ -117,7 +117,7 @@ def test_sweep_removes_leftovers_of_lost_races_only(tmp_path: Path) -> None:
 def test_names_are_durable_before_they_are_relied_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # C202: the file is synced before it gets its name, its folder after.
+    # The file is synced before it gets its name, its folder after.
     events: list[tuple[str, str]] = []
     real_sync, real_rename, real_link = os.fsync, os.rename, os.link
 
@@ -202,7 +202,6 @@ for write in (store.write_durable, store.create_exclusive):
 
 
 def test_a_file_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
-    # C198
     done = subprocess.run(
         [sys.executable, "-c", _AT_LIMIT, str(tmp_path)],
         capture_output=True,

@@ -83,7 +83,7 @@ def test_a_dtype_that_nobody_knows_is_refused_by_leaf(tmp_path: Path) -> None:
 
 
 def test_small_things_travel_with_the_step(tmp_path: Path) -> None:
-    # C003, C162, C175: they are of the same step, or it does not exist.
+    # They are of the same step, or it does not exist.
     tree = tree_of(
         array("w"), Leaf(path=path("n"), kind=LeafKind.SCALAR, dtype="int", value=str(2**70))
     )
@@ -125,7 +125,6 @@ def inside(region: Region) -> tuple[Any, ...]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_box_reads_as_the_same_part_of_the_leaf(saved: Saved, data: st.DataObject) -> None:
-    # C132
     reader = CheckpointReader(saved.store, saved.commit)
     reads: list[tuple[Region, np.ndarray]] = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -181,7 +180,7 @@ def all_files(folder: Path) -> list[Path]:
 def test_a_flipped_bit_in_any_file_is_found_or_harmless(
     saved: Saved, tmp_path: Path, seed: int
 ) -> None:
-    # C205, C209: 25 flips a seed, spread over all files.
+    # 25 flips a seed, spread over all files.
     store, folder = copy_of(saved, tmp_path)
     dice = random.Random(seed)
     found = 0
@@ -228,7 +227,6 @@ def test_every_flip_in_a_large_leaf_is_named_by_leaf_and_region(tmp_path: Path) 
 def test_a_lost_or_truncated_file_is_found_or_not_needed(
     saved: Saved, tmp_path: Path, how: str
 ) -> None:
-    # C012, C018
     store, folder = copy_of(saved, tmp_path)
     needed = 0
     for file in all_files(folder):
@@ -243,7 +241,7 @@ def test_a_lost_or_truncated_file_is_found_or_not_needed(
 
 
 def test_two_sound_files_that_changed_places_are_found(tmp_path: Path) -> None:
-    # C205: every checksum inside of them is right.
+    # Every checksum inside of them is right.
     tree = tree_of(array("w", shape=(256, 64)), array("v", shape=(256, 64)))
     values = random_values(tree)
     store = PosixStore(str(tmp_path))
@@ -278,7 +276,6 @@ def test_a_manifest_of_a_newer_format_is_refused_and_says_so(saved: Saved, tmp_p
 
 
 def test_many_small_leaves_are_few_files(tmp_path: Path) -> None:
-    # C184
     tree = TreeSpec(leaves=tuple(array("p", str(i), shape=(4,)) for i in range(1000)))
     values = random_values(tree)
     store = PosixStore(str(tmp_path))

@@ -58,7 +58,7 @@ def test_create_exclusive_is_true_once_and_changes_nothing_later(store: Store) -
 
 
 def test_create_exclusive_knows_its_own_earlier_success(store: Store) -> None:
-    # C194: the write was done and its answer lost.
+    # The write was done and its answer lost.
     assert store.create_exclusive("l/1", b"mine")
     assert store.create_exclusive("l/1", b"mine")
 

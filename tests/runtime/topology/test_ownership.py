@@ -149,7 +149,6 @@ def test_borders_without_a_common_divisor_do_not_make_tiny_chunks() -> None:
 
 
 def test_what_nobody_holds_is_named_by_leaf_and_region() -> None:
-    # C011
     tree = tree_of(array("params", "kernel", shape=(8, 4)), array("b", shape=(8,)))
     holdings = (
         holding(HOSTS[0], [(0, Box((0, 0), (4, 4))), (1, whole((8,)))], tree),

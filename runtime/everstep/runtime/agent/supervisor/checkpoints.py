@@ -178,7 +178,7 @@ class Checkpoints:
         return every_s is not None and self._host.clock.unix_s() - since_s >= every_s
 
     async def make_final(self, scope: Scope, step: Step) -> None:
-        """Make the last step durable, however long it takes; nothing is written twice (C026)."""
+        """Make the last step durable, however long it takes; nothing is written twice."""
         pause_s = RETRY_S_MIN
         while True:
             try:
