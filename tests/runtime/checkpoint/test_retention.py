@@ -47,7 +47,7 @@ def test_newest_and_every_nth_stay(
 
 
 def test_the_newest_two_stay_whatever_is_asked() -> None:
-    # over all small rules
+    # Over all small rules.
     for count, latest, every in itertools.product(range(6), range(1, 4), (None, 1, 20, 30)):
         all_steps = [10 * i for i in range(1, count + 1)]
         dropped = choose_dropped(
