@@ -20,10 +20,10 @@ CONTROLLER, RUNTIME = (
 EXAMPLES = [name for name in RUNTIME if name.startswith("everstep.runtime.examples.")]
 API = [name for name in CONTROLLER if name.startswith("everstep.controller.api")]
 
-ONLY_CONTROLLER = ["kubernetes", "prometheus_client", "rich", "typer", "yaml"]
+ONLY_CONTROLLER = ["kubernetes", "prometheus_client", "yaml"]
 ONLY_RUNTIME = ["google", "google_crc32c", "jax", "jaxlib", "ml_dtypes", "numpy", "tensorstore"]
 ONLY_EXAMPLES = ["flax", "grain", "optax", "orbax"]
-BOTH = ["aiohttp", "asyncinotify", "psutil", "structlog", "tenacity"]
+BOTH = ["aiohttp", "asyncinotify", "psutil", "rich", "structlog", "tenacity", "typer"]
 
 PROBE = """
 import importlib, importlib.abc, json, sys

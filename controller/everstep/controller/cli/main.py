@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(local_app, name="local")
+
+COMMANDS = "everstep.commands"
+"""Entry points that are verbs of this command: those of the runtime, where it is installed."""
 
 
 @app.command()
@@ -49,8 +53,26 @@ def version() -> None:
     print(f"everstep {installed('everstep')}")
 
 
+def add_installed_commands() -> None:
+    """Add the verbs that other installed parts bring along.
+
+    A part that is installed without what it needs is left out, and said only when it is asked for.
+    """
+    for found in entry_points(group=COMMANDS):
+        try:
+            app.add_typer(found.load(), name=found.name)
+        except ImportError as error:
+            if found.name in sys.argv[1:2]:
+                print(
+                    f"error: everstep {found.name}: {error}; install everstep[runtime]",
+                    file=sys.stderr,
+                )
+                sys.exit(1)
+
+
 def main() -> None:
     """Run the command line of this process."""
+    add_installed_commands()
     sys.exit(app())
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from everstep.controller.api.ids import Step
 from everstep.runtime.checkpoint.retention import KEPT_ALWAYS
-from everstep.runtime.errors import check
+from everstep.runtime.storage.history import Claim
 from everstep.runtime.storage.ledger import FOLDER, RunLedger
 from everstep.runtime.storage.store import Store
 
@@ -56,13 +57,42 @@ def collect(store: Store, ledger: RunLedger) -> tuple[str, ...]:
         Fenced: a newer incarnation has the run; nothing is deleted.
     """
     claim = ledger.verify_claim()
-    live = {commit.folder: commit for commit in ledger.commits()}
-    steps = {commit.step for commit in live.values()}
+    deleted: list[str] = []
+    for found in collectable(ledger, store.list(""), claim):
+        if found.is_superseded:
+            ledger.append_dropped(found.step, found.folder)
+        store.delete_tree(found.folder)
+        deleted.append(found.folder)
+    store.sweep(FOLDER)
+    return tuple(deleted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectable:
+    """A folder that no step needs."""
+
+    folder: str
+    step: Step
+    why: str
+    is_superseded: bool
+    """The ledger still names it: it is dropped there before it is deleted."""
+
+
+def collectable(ledger: RunLedger, names: Sequence[str], claim: Claim) -> tuple[Collectable, ...]:
+    """What `collect` deletes in the name of a claim.
+
+    Args:
+        ledger: of the run, refreshed.
+        names: of what lies in the run's folder.
+        claim: the newest.
+    """
+    live = {commit.folder for commit in ledger.commits()}
+    steps = {commit.step for commit in ledger.commits()}
     newest = max(steps, default=-1)
     superseded = {commit.folder: commit for commit in ledger.superseded()}
     dropped = ledger.dropped_folders()
-    deleted: list[str] = []
-    for name in store.list(""):
+    found: list[Collectable] = []
+    for name in names:
         match = _DRAFT.fullmatch(name)
         if match is None or name in live:
             continue
@@ -72,11 +102,16 @@ def collect(store: Store, ledger: RunLedger) -> tuple[str, ...]:
             is_needless = left.step in steps or left.step <= newest
             if left.job_uid != claim.job_uid or not is_needless:
                 continue
-            ledger.append_dropped(left.step, left.folder)
-        elif name not in dropped and int(match[2]) >= claim.number:
+            why = "replaced by a later commit of this run"
+        elif name in dropped:
+            why = "its step was dropped"
+        elif int(match[2]) < claim.number:
+            why = "the draft of an incarnation that is over"
+        else:
             continue
-        check(name not in live, f"{name} is collected and exists")
-        store.delete_tree(name)
-        deleted.append(name)
-    store.sweep(FOLDER)
-    return tuple(deleted)
+        found.append(
+            Collectable(
+                folder=name, step=Step(int(match[1])), why=why, is_superseded=left is not None
+            )
+        )
+    return tuple(found)
