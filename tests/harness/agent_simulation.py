@@ -196,10 +196,18 @@ class World:
                     one.serving = None
                     if one.worker is not None:
                         one.worker.armed = None
+                case events.SaveHeld():
+                    self._save_held(one, effect.directive)
                 case events.Leave():
                     self.hosts.pop(one.id, None)
                 case events.TellLead() | events.MakeFinal() | events.Publish():
                     pass
+
+    def _save_held(self, one: SimHost, order: Directive) -> None:
+        def saved(host: SimHost) -> None:
+            self.feed(host, events.HeldSaved(sequence=order.sequence, at_s=self.now_s))
+
+        self.on(one.id, self.delay(), saved)
 
     # The join.
 

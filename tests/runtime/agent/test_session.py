@@ -116,8 +116,41 @@ def test_wait_and_stop_end_the_worker_at_once(command: Command) -> None:  # S2
     one.run(directive(1, [0, 1]))
     effects = one.see(directive(1, [0, 1], sequence=101, command=command))
     assert kinds(effects)[0] is events.EndIncarnation
-    assert one.state.worker is None or command is Command.STOP
-    assert (events.Leave(code=0) in effects) == (command is Command.STOP)  # S3
+    assert one.state.worker is None
+    saved = one.feed(events.HeldSaved(sequence=101, at_s=one.now_s))
+    assert (events.Leave(code=0) in saved) == (command is Command.STOP)  # S3
+
+
+def test_an_agent_leaves_after_what_it_holds_is_saved() -> None:  # S6
+    one = Host()
+    one.run(directive(1, [0, 1]))
+    last = directive(1, [0, 1], sequence=101, command=Command.STOP)
+    effects = one.see(last)
+    assert events.SaveHeld(directive=last, is_leaving=True) in effects
+    assert events.Leave not in kinds(effects)
+    # What was begun on an earlier directive ends nothing.
+    assert one.feed(events.HeldSaved(sequence=100, at_s=one.now_s)) == []
+    assert events.Leave(code=0) in one.feed(events.HeldSaved(sequence=101, at_s=one.now_s))
+
+
+def test_an_agent_that_saves_is_let_go_by_a_signal_and_by_a_fence() -> None:  # S6
+    for event in (
+        events.NoticeArrived(reason="SIGTERM", deadline_s=130.0, at_s=100.0),
+        events.FenceSeen(newest=Incarnation(2), at_s=100.0),
+    ):
+        one = Host()
+        one.run(directive(1, [0, 1]))
+        one.see(directive(1, [0, 1], sequence=101, command=Command.STOP))
+        assert kinds(one.feed(event))[-1] is events.Leave
+
+
+def test_the_lead_of_a_waiting_job_saves_what_the_others_hold() -> None:
+    lead, other = Host(0), Host(1)
+    waiting = directive(1, [0, 1], sequence=101, command=Command.WAIT)
+    for one in (lead, other):
+        one.run(directive(1, [0, 1]))
+    assert events.SaveHeld(directive=waiting, is_leaving=False) in lead.see(waiting)
+    assert events.SaveHeld not in kinds(other.see(waiting))
 
 
 def test_a_worker_ended_because_of_a_wait_is_nobodys_news() -> None:  # S4

@@ -108,7 +108,11 @@ def _stop_finished(turn: Turn, one: SliceView, stops: list[Action]) -> None:
     finish = turn.ledger.finish
     if finish is None or not is_alive(one):
         return
-    due_s = finish.at_s + STOP_PATIENCE_S
+    patience_s = STOP_PATIENCE_S
+    if not finish.succeeded:
+        # They may be writing what only their memory holds.
+        patience_s = max(patience_s, turn.spec.template.spec.termination_grace_period_seconds)
+    due_s = finish.at_s + patience_s
     if turn.now_s < due_s:
         turn.wake_at(due_s)
         return

@@ -103,6 +103,15 @@ class StepCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSaved:
+    """What this host held is on storage, or cannot be brought there in time."""
+
+    sequence: int
+    """Of the directive on which it was begun."""
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FenceSeen:
     """Storage is at a newer incarnation, or at another job's."""
 
@@ -127,6 +136,7 @@ Event = (
     | RequestServed
     | NoticeArrived
     | StepCommitted
+    | HeldSaved
     | FenceSeen
     | TimePassed
 )
@@ -185,6 +195,15 @@ class MakeFinal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHeld:
+    """No worker runs any more: what only memory holds goes to storage, then `HeldSaved`."""
+
+    directive: Directive
+    is_leaving: bool
+    """The job has ended: this memory is given up right afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
     """Something that the controller waits for has changed."""
 
@@ -205,6 +224,7 @@ Effect = (
     | DropRequest
     | TellLead
     | MakeFinal
+    | SaveHeld
     | Publish
     | Leave
 )

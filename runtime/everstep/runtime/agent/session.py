@@ -5,7 +5,8 @@ Numbered invariants: (S1) the incarnation only grows, and a directive or message
 changes nothing; (S2) a worker belongs to the newest incarnation known: on a newer one, on `Wait`
 and on `Stop` it is ended at once; (S3) the agent leaves with code 0 only after `Stop`; (S4) an exit
 of a worker that the agent itself ended for the next incarnation is not reported; (S5) what follows
-from this host's own notice is a consequence of it, whatever the program said.
+from this host's own notice is a consequence of it, whatever the program said; (S6) on `Stop` the
+agent leaves after what only memory holds was brought to storage, or could not be in time.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from everstep.runtime.agent.events import (
     EndIncarnation,
     Event,
     FenceSeen,
+    HeldSaved,
     JoinAnswered,
     KillWorker,
     LaunchWorker,
@@ -45,6 +47,7 @@ from everstep.runtime.agent.events import (
     NoticeArrived,
     Publish,
     RequestServed,
+    SaveHeld,
     ServeRequest,
     StepCommitted,
     TellLead,
@@ -152,6 +155,8 @@ def step(state: Session, event: Event) -> Result:
             return _take_notice(state, event)
         case StepCommitted():
             return _take_commit(state, event)
+        case HeldSaved():
+            return _take_saved(state, event)
         case FenceSeen():
             return _take_fence(state, event)
         case TimePassed():
@@ -196,10 +201,11 @@ def _take_directive(state: Session, event: DirectiveSeen) -> Result:
     state = replace(state, directive=directive)
     match directive.command:
         case Command.STOP:
-            return state, (
+            # S6: it leaves when nothing that it holds is newer than what storage has.
+            return replace(state, worker=None, join_by_s=None), (
                 EndIncarnation(incarnation=previous),
+                SaveHeld(directive=directive, is_leaving=True),
                 Publish(),
-                Leave(code=EXIT_STOPPED),
             )
         case Command.WAIT:
             return _stand_by(state, event.at_s, previous)
@@ -222,10 +228,10 @@ def _stand_by(state: Session, at_s: float, previous: Incarnation) -> Result:
     if newest > previous:
         state = _forget_incarnation(state)
     state = replace(state, incarnation=newest, worker=None, join_by_s=None)
-    return _enter(state, HostPhase.WAITING, at_s), (
-        EndIncarnation(incarnation=previous),
-        Publish(),
-    )
+    effects: tuple[Effect, ...] = (EndIncarnation(incarnation=previous), Publish())
+    if state.is_lead and state.directive is not None and state.directive.command is Command.WAIT:
+        effects = (*effects, SaveHeld(directive=state.directive, is_leaving=False))
+    return _enter(state, HostPhase.WAITING, at_s), effects
 
 
 def _forget_incarnation(state: Session) -> Session:
@@ -451,6 +457,15 @@ def _take_commit(state: Session, event: StepCommitted) -> Result:
     return _enter(state, HostPhase.DONE, event.at_s), (Publish(),)
 
 
+def _take_saved(state: Session, event: HeldSaved) -> Result:
+    directive = state.directive
+    if directive is None or directive.sequence != event.sequence:
+        return state, ()
+    if directive.command is not Command.STOP:
+        return state, (Publish(),)
+    return state, (Publish(), Leave(code=EXIT_STOPPED))
+
+
 def _take_fence(state: Session, event: FenceSeen) -> Result:
     if state.fenced_by is not None:
         return state, ()
@@ -458,7 +473,10 @@ def _take_fence(state: Session, event: FenceSeen) -> Result:
     ended = _exit(state, ExitCause.CONSEQUENCE, message=message, at_s=event.at_s)
     state = replace(state, fenced_by=event.newest, worker=None, exit=ended, join_by_s=None)
     state = _enter(state, HostPhase.ENDED, event.at_s)
-    return state, (EndIncarnation(incarnation=state.incarnation), Publish())
+    effects: tuple[Effect, ...] = (EndIncarnation(incarnation=state.incarnation), Publish())
+    if state.directive is not None and state.directive.command is Command.STOP:
+        effects = (*effects, Leave(code=EXIT_STOPPED))  # S6: what is held here is past.
+    return state, effects
 
 
 def _hang_at_s(worker: WorkerView, directive: Directive) -> float:

@@ -235,7 +235,7 @@ class _Agreeing:
                 return
 
 
-async def _gather_inventories(
+async def gather_inventories(
     members: Members, hosts: Iterable[HostId], step: Step | None
 ) -> tuple[Inventory, ...]:
     """What each member holds; one that does not answer holds nothing that counts."""
@@ -255,7 +255,7 @@ async def _decide(
     """Find the step and its holdings; None when nothing is held and nothing was ever done."""
     state, why = outcome
     agreed = state.target if state.stage is Stage.AGREED else None
-    inventories = await _gather_inventories(members, members.hosts, agreed)
+    inventories = await gather_inventories(members, members.hosts, agreed)
     commits = () if agreed is not None else host.checkpoints.known_commits
     aside = members.directive.restore_set_aside
     choice = rendezvous.choose(inventories, commits, aside)
@@ -318,7 +318,7 @@ async def _evacuate(
         )
         moved += sum(bytes_moved for _, bytes_moved in results)
         silent |= {taker for taker, bytes_moved in results if not bytes_moved}
-        inventories = await _gather_inventories(members, members.hosts, decided.step)
+        inventories = await gather_inventories(members, members.hosts, decided.step)
         holdings = _same_group(inventories, decided.holdings)
     return moved, holdings
 

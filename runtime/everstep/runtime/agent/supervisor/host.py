@@ -36,6 +36,7 @@ from everstep.runtime.agent.supervisor.joining import LeadJoin, Preparations, as
 from everstep.runtime.agent.supervisor.members import Members
 from everstep.runtime.agent.supervisor.parcels import Parcels
 from everstep.runtime.agent.supervisor.programs import ExitStatus, Program, ProgramEnded
+from everstep.runtime.agent.supervisor.saving import save_held
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.supervisor.snapshots import Snapshots
 from everstep.runtime.agent.supervisor.tuning import tune_cadence
@@ -227,6 +228,8 @@ class Host:
             case events.MakeFinal():
                 if self.scope is not None:
                     self.scope.spawn(self.checkpoints.make_final(self.scope, effect.step), "final")
+            case events.SaveHeld():
+                self._save_held(effect)
             case events.Publish():
                 self.publish_soon()
             case events.Leave():
@@ -239,6 +242,16 @@ class Host:
         if self.scope is not None:
             self.scope.end()
             self.scope = None
+
+    def _save_held(self, order: events.SaveHeld) -> None:
+        directive = order.directive
+        scope = self.scope = Scope(
+            directive=directive,
+            members=Members(self.options.host, directive, self.client, self.answers),
+            note_failure=self.fail,
+            begun_at_s=self.clock.unix_s(),
+        )
+        scope.spawn(save_held(self, scope, order), "save what is held")
 
     def _begin_join(self, directive: Directive) -> None:
         members = Members(self.options.host, directive, self.client, self.answers)
