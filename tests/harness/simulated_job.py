@@ -110,6 +110,10 @@ class Timing:
     hold_s: float = 0.15
 
 
+SAVE_AFTER_S = 1.2
+"""How long a job waits before its lead brings to storage what the members hold."""
+
+
 class SimulatedJob:
     """The world of one job. `World` for the code that wants one; time moves by `advance`."""
 
@@ -430,6 +434,7 @@ class SimulatedJob:
         signal: int | None = None,
         message: str = "",
         alone: bool = False,
+        before_main: bool = False,
     ) -> None:
         restored = agent.restore.step if agent.restore is not None else None
         agent.exit = WorkerExit(
@@ -441,6 +446,7 @@ class SimulatedJob:
             at_s=self.now_s,
             step=Step(agent.step),
             restored_step=restored,
+            is_before_main=before_main,
         )
         agent.worker = {ExitCause.LEFT: Worker.LEFT, ExitCause.DONE: Worker.DONE}.get(
             cause, Worker.ENDED
@@ -456,6 +462,7 @@ class SimulatedJob:
         if directive.sequence > agent.sequence_seen:
             agent.sequence_seen = directive.sequence
             if directive.command is Command.STOP:
+                self._save(directive)
                 self._exit(agent)
                 return
             member = any(one.slice == agent.host.slice for one in directive.members)
@@ -468,6 +475,18 @@ class SimulatedJob:
                 agent.worker, agent.exit, agent.restore = Worker.JOINING, None, None
                 agent.held, agent.missing = None, ()
                 agent.worker_since_s = agent.phase_since_s = self.now_s
+
+        elif directive.command is Command.WAIT and directive.lead == agent.host:
+            if self.now_s >= agent.phase_since_s + SAVE_AFTER_S:
+                self._save(directive)
+
+    def _save(self, directive: Directive) -> None:
+        """The members bring to storage what they hold."""
+        for member in directive.members:
+            for host in member.hosts:
+                agent = self.agents.get(HostId(member.slice, host.host))
+                if agent is not None and agent.is_alive and not agent.is_frozen:
+                    self.committed = max([self.committed, *agent.memory])
 
     def _members(self) -> list[Agent | None]:
         directive = self.directive

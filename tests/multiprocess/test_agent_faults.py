@@ -206,7 +206,11 @@ def test_a_program_with_threads_runs_in_fresh_interpreters_and_says_so(rig: Rig)
 @pytest.mark.parametrize(
     ("fault", "cause", "words"),
     [
-        ("import", ExitCause.USER_ERROR, "code 1 before es.main"),
+        (
+            "import",
+            ExitCause.USER_ERROR,
+            "before es.main was called: ValueError: a fault at import",
+        ),
         ("exit-at-import", ExitCause.EXITED_EARLY, "code 0 before es.main"),
         ("raise", ExitCause.USER_ERROR, "ValueError: a fault of the user's"),
         ("os-exit", ExitCause.EXITED_EARLY, "code 3 without finishing train"),

@@ -113,3 +113,16 @@ def test_the_next_incarnation_does_not_wait_for_a_save(rig: Rig) -> None:
     assert report is not None
     assert report.restore is not None
     assert report.restore.source == "memory"
+
+
+def test_at_any_step_rate_a_step_that_is_due_is_written(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, snapshot_every_steps=1, checkpoint_every_steps=100)
+    rig = Rig(folder=tmp_path, number=77, settings=settings)
+    rig.environment = {"STEPS": "100000", "STEP_S": "0"}
+    try:
+        rig.start(host(0))
+        rig.direct(1, {0: 1})
+        rig.wait(host(0), lambda r: (r.step_committed or 0) >= 300)
+    finally:
+        rig.close()
+    assert "was not committed" not in rig.logs()

@@ -15,6 +15,7 @@ from everstep.controller.api.spec import JobSpec
 from everstep.controller.api.status import Phase
 from everstep.controller.api.wire import Command, ExitCause, WorkerExit
 from everstep.controller.core.ledger import Stage
+from everstep.controller.core.plan import SAVE_PATIENCE_S
 from simulated_job import SimulatedJob, Timing
 
 S0, S1, S2 = SliceId(0), SliceId(1), SliceId(2)
@@ -559,3 +560,42 @@ def test_a_stop_is_told_when_the_job_ends() -> None:
     job.run(2)
     assert job.directive is not None
     assert job.directive.command is Command.STOP
+
+
+def waiting_job() -> SimulatedJob:
+    """It waits for a replacement, and its survivors hold a step that storage has not."""
+    job = training_job(on_loss="WaitForReplacement")
+    job.kill_slice(S0, capacity_gone=True)
+    job.advance()
+    job.run_pass()
+    assert job.ledger.stage is Stage.WAIT
+    assert max(job.agents[HostId(S1, 0)].memory) > job.committed
+    return job
+
+
+def test_a_job_that_is_suspended_while_it_waits_keeps_its_memory_until_it_is_durable() -> None:
+    job = waiting_job()
+    held = max(job.agents[HostId(S1, 0)].memory)
+    job.respec(replace(job.spec, suspend=True))
+    job.run(6)
+    assert job.committed == held
+    assert job.ledger.members == ()
+    assert not any(agent.is_alive for agent in job.agents.values())
+
+
+def test_a_job_that_is_deleted_while_it_waits_leaves_its_newest_step_durable() -> None:
+    job = waiting_job()
+    held = max(job.agents[HostId(S1, 0)].memory)
+    job.is_deleting = True
+    job.run(10)
+    assert job.is_removed
+    assert job.committed == held
+
+
+def test_a_suspended_job_does_not_wait_for_ever_for_memory_that_is_not_saved() -> None:
+    job = waiting_job()
+    for id_ in (S1, S2):
+        job.agents[HostId(id_, 0)].is_deaf = True
+    job.respec(replace(job.spec, suspend=True))
+    job.run(SAVE_PATIENCE_S + 60, tick_s=1.0)
+    assert job.ledger.members == ()

@@ -13,7 +13,7 @@ from everstep.controller.api.reasons import Reason
 from everstep.controller.api.status import Phase
 from everstep.controller.api.wire import Command, ExitCause
 from everstep.controller.core.ledger import Stage
-from simulated_job import SimulatedJob
+from simulated_job import SimulatedJob, Worker
 
 S0, S1, S2 = SliceId(0), SliceId(1), SliceId(2)
 
@@ -367,3 +367,61 @@ def test_an_agent_that_ends_itself_before_its_first_report_is_a_failure_with_a_l
     assert "ended with code 1 before its first report" in job.status.message
     assert job.status.restarts.failures == 3
     assert job.status.restarts.disruptions == 0
+
+
+def test_a_program_that_never_reaches_main_is_given_up_after_a_few_tries() -> None:
+    job = SimulatedJob(make_spec(restart={"maxRestarts": 50}))
+    for _ in range(600):
+        for agent in list(job.agents.values()):
+            if agent.is_alive and agent.worker is Worker.RESTORING:
+                job.end_worker(
+                    agent,
+                    ExitCause.USER_ERROR,
+                    message="ModuleNotFoundError: No module named 'mine'",
+                    before_main=True,
+                )
+        job.advance()
+        job.run_pass()
+        if job.ledger.stage is Stage.FINISHED:
+            break
+    assert job.ledger.incarnation == 3
+    assert job.ledger.finish is not None
+    assert job.ledger.finish.reason is Reason.USER_ERROR
+    assert "No module named 'mine'" in job.ledger.finish.message
+    assert "3 times in a row" in job.ledger.finish.message
+
+
+def test_a_program_that_once_trained_is_tried_for_as_long_as_the_budget_allows() -> None:
+    job = training_job()
+    for _ in range(400):
+        for agent in list(job.agents.values()):
+            if agent.is_alive and agent.worker in (Worker.RESTORING, Worker.TRAINING):
+                job.end_worker(agent, ExitCause.USER_ERROR, before_main=True)
+        job.advance()
+        job.run_pass()
+    assert job.status.restarts.failures > 3
+    assert job.ledger.stage is not Stage.FINISHED
+    job.run(20)
+    assert job.training() == {0, 1, 2}
+
+
+def end_all(job: SimulatedJob, **signals: int) -> None:
+    for id_ in (S0, S1, S2):
+        agent = job.agents[HostId(id_, 0)]
+        signal = signals.get(f"s{id_}")
+        job.end_worker(agent, ExitCause.CONSEQUENCE, signal=signal, alone=True)
+    job.run(3)
+
+
+def test_the_one_worker_that_aborted_is_the_cause_of_the_others_collective_errors() -> None:
+    job = training_job()
+    end_all(job, s1=6)
+    (row,) = job.status.recoveries
+    assert (row.cause, row.slice) == ("WorkerKilled", 1)
+
+
+def test_aborts_of_several_workers_have_no_first_cause() -> None:
+    job = training_job()
+    end_all(job, s1=6, s2=6)
+    (row,) = job.status.recoveries
+    assert row.cause == "CollectiveError"

@@ -270,3 +270,35 @@ def test_keys_of_many_steps_are_all_different() -> None:
     run = MemoryKeeper().start()
     keys = {np.asarray(jax.random.key_data(run.key(s))).tobytes() for s in range(500)}
     assert len(keys) == 500
+
+
+class NoSlotYet(MemoryKeeper):
+    """Grants no slot to the first captures that are not required."""
+
+    refusals = 0
+
+    def capture(self, step: Step, state: Any, *, is_required: bool) -> bool:
+        if self.refusals > 0 and not is_required:
+            self.refusals -= 1
+            return False
+        return super().capture(step, state, is_required=is_required)
+
+
+def test_a_first_snapshot_that_found_no_slot_is_made_up_for_at_the_next_step() -> None:
+    keeper = NoSlotYet()
+    keeper.refusals = 2
+    train(keeper.start(snapshot_every_steps=5), 16, until=13)
+    assert keeper.steps == [7, 10]
+
+
+def test_a_later_snapshot_that_found_no_slot_waits_for_the_next_one_that_is_due() -> None:
+    keeper = NoSlotYet()
+    run = keeper.start(snapshot_every_steps=5)
+    state: State = run.restore(init)
+    for step in run.steps(100):
+        keeper.refusals = 1 if step == 8 else keeper.refusals
+        state = advance(state)
+        run.step_done(step, state, {"loss": state["w"][0]})
+        if step == 16:
+            break
+    assert keeper.steps == [5, 15]

@@ -167,6 +167,8 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
     """Last step that this worker finished."""
     restored_step: Step | None = None
     is_retryable: bool = True
+    is_before_main: bool = False
+    """The program ended before it called `es.main`: no step was tried."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

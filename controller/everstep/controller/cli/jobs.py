@@ -25,6 +25,10 @@ REMOVAL_PATIENCE_S = 5.0
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 
 
+STARTED = f"phase={Phase.RUNNING.value},{Phase.SUCCEEDED.value}"
+"""What `apply --wait` waits for: a short job may be over before anybody looks."""
+
+
 def apply_file(
     settings: Settings, source: str, *, wait: bool = False, timeout: str | None = None
 ) -> tuple[str, ...]:
@@ -42,7 +46,7 @@ def apply_file(
     if wait:
         for job in jobs:
             name = job.metadata.name
-            wait_for_job(settings, name, "phase=Running", timeout=timeout, quiet=True)
+            wait_for_job(settings, name, STARTED, timeout=timeout, quiet=True)
     return tuple(job.metadata.name for job in jobs)
 
 
@@ -239,19 +243,20 @@ def parse_condition(text: str) -> Awaited:
 
 
 def _await_phase(wanted: str) -> Awaited:
+    """One phase, or any of several with commas between them."""
     phases = {phase.value.lower(): phase for phase in Phase}
-    phase = phases.get(wanted.lower())
-    if phase is None:
+    awaited = {phases.get(name.lower()) for name in wanted.split(",")}
+    if None in awaited:
         known = ", ".join(one.value for one in Phase)
         raise UsageWrong(f"--for: found phase {wanted!r}, expected one of {known}")
 
     def is_met(record: JobRecord | None) -> bool:
-        return record is not None and record.status.phase is phase
+        return record is not None and record.status.phase in awaited
 
     def is_hopeless(record: JobRecord | None) -> bool:
         return record is None or record.status.phase in FINISHED
 
-    return Awaited(phase.value, is_met, is_hopeless)
+    return Awaited(wanted, is_met, is_hopeless)
 
 
 def _await_condition(kind: str, status: str) -> Awaited:

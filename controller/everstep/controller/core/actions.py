@@ -108,15 +108,25 @@ def _stop_finished(turn: Turn, one: SliceView, stops: list[Action]) -> None:
     finish = turn.ledger.finish
     if finish is None or not is_alive(one):
         return
-    patience_s = STOP_PATIENCE_S
-    if not finish.succeeded:
-        # They may be writing what only their memory holds.
-        patience_s = max(patience_s, turn.spec.template.spec.termination_grace_period_seconds)
-    due_s = finish.at_s + patience_s
+    due_s = finish.at_s + STOP_PATIENCE_S
+    if not finish.succeeded and turn.now_s >= due_s and _is_saving(turn):
+        grace_s = turn.spec.template.spec.termination_grace_period_seconds
+        due_s = finish.at_s + max(STOP_PATIENCE_S, grace_s)
     if turn.now_s < due_s:
         turn.wake_at(due_s)
         return
     stops.append(_stop(one, turn.ledger.incarnation, finish.reason, STOP_PATIENCE_S))
+
+
+def _is_saving(turn: Turn) -> bool:
+    """Whether agents that still answer hold a step that is not on storage yet."""
+    reports = [report for _, _, report in turn.current_reports()]
+    stored = max((report.step_committed or 0 for report in reports), default=0)
+    since_s = turn.now_s - turn.spec.runtime.timeouts.report_seconds
+    return any(
+        (report.step_snapshot or 0) > stored and report.renewed_at_s >= since_s
+        for report in reports
+    )
 
 
 def _write_directive(turn: Turn, fresh_token: str) -> WriteDirective | None:

@@ -30,6 +30,10 @@ from everstep.controller.core.transitions import (
 )
 from everstep.controller.core.turn import Turn
 
+_SIGABRT = 6
+IMPORT_TRIES = 3
+"""A program that ends before its first line of training, again and again, will do so for ever."""
+
 _REASONS = {
     ExitCause.SIGNALED: Reason.WORKER_KILLED,
     ExitCause.HUNG: Reason.WORKER_HUNG,
@@ -91,6 +95,8 @@ def handle_losses(turn: Turn) -> None:
         if ending is not None:
             _judge_crash(turn, ending)
         charge_failure(turn, cause, _words(ending) if ending else _words_of_lost(cause, lost))
+        if ending is not None and ending.exit.is_before_main:
+            _end_if_never_begun(turn, ending)
     _forbid(turn, lost)
 
 
@@ -144,6 +150,13 @@ def _first_cause(
     if unheard or turn.now_s < due_s:
         turn.wake_at(due_s)
         return None, None
+    aborted = [ending for ending in endings if ending.exit.signal == _SIGABRT]
+    if len(aborted) == 1 and len(endings) > 1:
+        # JAX's own abort, when a member is gone, ends more than one of them.
+        reason = Reason.WORKER_KILLED
+        return Cause(reason=reason, at_s=aborted[0].exit.at_s, slice=aborted[0].host.slice), (
+            aborted[0]
+        )
     reason = Reason.COLLECTIVE_ERROR
     return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
 
@@ -185,6 +198,18 @@ def _lose_waiting(turn: Turn, lost: list[SliceHealth]) -> None:
     _forbid(turn, lost)
 
 
+def _end_if_never_begun(turn: Turn, ending: Ending) -> None:
+    """End a job whose program never got as far as training.
+
+    One that trained before was good then: what it needs may be away for a while.
+    """
+    tries = turn.ledger.budgets.failures_in_a_row + 1
+    if turn.ledger.stage is Stage.FINISHED or tries < IMPORT_TRIES or turn.newest_step() > 0:
+        return
+    text = f"{_words(ending)} So {tries} times in a row, before es.main."
+    finish(turn, _REASONS[ending.exit.cause], text)
+
+
 def _judge_crash(turn: Turn, ending: Ending) -> None:
     """Remember a step that a worker restored and did not get beyond."""
     restored: Step | None = ending.exit.restored_step
@@ -196,7 +221,9 @@ def _words(ending: Ending) -> str:
     text = f"Rank {ending.exit.rank} (host {ending.host}) ended: "
     reason = _REASONS.get(ending.exit.cause, Reason.COLLECTIVE_ERROR)
     text += TABLE[reason].sentence
-    return f"{text} {ending.exit.message}".strip()
+    is_abort = ending.exit.signal == _SIGABRT and not ending.exit.message
+    message = "Ended by signal 6 (SIGABRT)." if is_abort else ending.exit.message
+    return f"{text} {message}".strip()
 
 
 def _words_of_lost(cause: Cause, lost: list[SliceHealth]) -> str:

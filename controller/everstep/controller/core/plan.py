@@ -29,6 +29,10 @@ _REQUEUE_S_MIN = 0.02
 _DONE_GRACE_S = 5.0
 """How long the other hosts may take to end after the lead said that all is done and durable."""
 
+SAVE_PATIENCE_S = 300.0
+"""How long a job that is suspended while it waits keeps its slices, for what their memory alone
+holds to reach storage."""
+
 
 def plan(view: View, ledger: Ledger, status: JobStatus, now_s: float, *, fresh_token: str) -> Plan:
     """Decide what becomes of one job. Pure: equal arguments give equal plans.
@@ -163,13 +167,33 @@ def _leave_wait(turn: Turn) -> None:
 
 
 def _suspend(turn: Turn) -> None:
-    """Keep nobody's memory: a suspended job holds no capacity."""
+    """Keep nobody's memory: a suspended job holds no capacity, once its newest step is durable."""
     ledger = turn.ledger
-    if ledger.members or ledger.standby:
-        turn.change(members=(), standby=())
+    if ledger.standby:
+        turn.change(standby=())
+    if ledger.members and not _is_saving(turn):
+        turn.change(members=())
     if ledger.turnover is not None and ledger.turnover.reason is not Reason.SUSPENDED:
         turnover = replace(ledger.turnover, reason=Reason.SUSPENDED, lost=False, not_before_s=0.0)
         turn.change(turnover=turnover)
+
+
+def _is_saving(turn: Turn) -> bool:
+    """Whether members that wait hold a step which they can still bring to storage.
+
+    They do so by themselves while a job waits; storage that refuses is not waited for.
+    """
+    turnover = turn.ledger.turnover
+    reports = [report for _, _, report in turn.current_reports()]
+    if turnover is None or not reports:
+        return False
+    due_s = turnover.halted_at_s + SAVE_PATIENCE_S
+    held = max((report.step_snapshot or Step(0) for report in reports), default=Step(0))
+    stored = max((report.step_committed or Step(0) for report in reports), default=Step(0))
+    if held <= stored or any(report.storage_error is not None for report in reports):
+        return False
+    turn.wake_at(due_s)
+    return turn.now_s < due_s
 
 
 def _tend_standby(turn: Turn) -> None:

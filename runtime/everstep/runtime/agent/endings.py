@@ -33,8 +33,11 @@ def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]
     if event.code == 0:
         return ExitCause.EXITED_EARLY, event.message or f"the program ended with code 0 {where}"
     if event.code == 1 or event.is_before_main:
-        message = event.message or f"the program ended with code {event.code} {where}"
-        return ExitCause.USER_ERROR, message
+        message = f"the program ended with code {event.code} {where}"
+        if event.code == 1 and event.message:
+            # The last line of its traceback.
+            return ExitCause.USER_ERROR, f"{message}: {event.message}"
+        return ExitCause.USER_ERROR, event.message or message
     return (
         ExitCause.EXITED_EARLY,
         event.message or f"the program ended with code {event.code} {where}",

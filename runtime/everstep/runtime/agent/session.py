@@ -372,6 +372,7 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
         at_s=event.at_s,
         step=last,
         restored_step=state.worker.restored_step if state.worker is not None else None,
+        is_before_main=event.is_before_main,
         is_retryable=cause not in NOT_RETRYABLE
         and not (event.is_before_main and event.code not in (None, 1)),
     )

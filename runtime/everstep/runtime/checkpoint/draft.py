@@ -15,8 +15,9 @@ from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
+from everstep.runtime.storage.chunks import cells
 from everstep.runtime.storage.store import Store
-from everstep.runtime.storage.tensors import ArrayPlan, PartWriter, cells, stored_dtype
+from everstep.runtime.storage.tensors import ArrayPlan, PartWriter, stored_dtype
 
 IN_FLIGHT_BYTES = 256 << 20
 """So many bytes of a part are handed to storage before they are waited for."""
@@ -77,20 +78,15 @@ def write_regions(
     for region in regions:
         _check_aligned(region.box, plans[region.leaf])
     total = sum(_size_bytes(region, plans) for region in regions)
-    part = PartWriter(
+    with PartWriter(
         store.location(f"{draft}/{files.ARRAYS}"),
         files.writer_folder(writer),
         file_bytes=min(max(total // 8, _FILE_BYTES[0]), _FILE_BYTES[1]),
-    )
-    in_flight = 0
-    for region in regions:
-        size = _size_bytes(region, plans)
-        if in_flight and in_flight + size > IN_FLIGHT_BYTES:
-            part.flush()
-            in_flight = 0
-        part.write(plans[region.leaf], region.box, read(region))
-        in_flight += size
-    part.flush()
+        in_flight_bytes=IN_FLIGHT_BYTES,
+    ) as part:
+        for region in regions:
+            part.write(plans[region.leaf], region.box, read(region))
+        part.flush()
     wanted = [
         (plans[region.leaf].name, list(cells(region.box, plans[region.leaf].chunk)))
         for region in regions

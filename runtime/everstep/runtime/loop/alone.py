@@ -75,6 +75,8 @@ def _conclude(error: BaseException | None, run: Run | None, received: int | None
     if received is not None and verdict.kind in (EndKind.LEFT, EndKind.DONE):
         sys.stderr.write(f"everstep: step {step} is saved; run again to go on\n")
         return 128 + received
+    if verdict.kind is EndKind.DONE:
+        sys.stderr.write(f"everstep: finished at step {step}, which is saved\n")
     if verdict.traceback:
         sys.stderr.write(verdict.traceback)
     elif verdict.message:

@@ -131,8 +131,10 @@ class FolderKeeper:
         """See `Keeper.restore`. A damaged checkpoint is passed over for the next older one."""
         if not self._commits:
             state, step = build_fresh(), None
+            sys.stderr.write(f"everstep: a fresh start; checkpoints go to {self._uri}\n")
         else:
             state, step = self._restore_newest(flatten(with_shardings(abstract, shardings)))
+            sys.stderr.write(f"everstep: resumed at step {step} from {self._uri}\n")
         self._divide(flatten(state))
         return state, step
 

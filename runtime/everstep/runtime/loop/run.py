@@ -58,6 +58,10 @@ class Run:
         self._step_started = -1
         self._step_last = NEVER
         self._is_first = True
+        self._is_held = False
+        """Whether a step of this incarnation was copied."""
+        self._owes = False
+        """The first copy that was due found no slot yet: the next step makes up for it."""
         self._has_left = False
         self._durable_every = facts.durable_every_steps or NEVER
 
@@ -205,6 +209,7 @@ class Run:
         if (
             hold == after
             or self._is_first
+            or self._owes
             or after == self._step_last
             or (every > 0 and after % every == 0)
             or after % self._durable_every == 0
@@ -224,11 +229,13 @@ class Run:
             self._control.write(Word.PHASE, WorkerPhase.TRAINING)
             self._keeper.note_first_step(step)
         is_last = step == self._step_last
-        if is_last or hold == step or self._is_due(step):
+        if is_last or hold == step or self._owes or self._is_due(step):
             # First the metrics: a step that is restored is not made again, so what is not told of
             # it before it is held might never be.
             self._metrics.drain()
-            self._keeper.capture(step, state, is_required=is_last or hold == step)
+            is_required = is_last or hold == step
+            self._is_held |= self._keeper.capture(step, state, is_required=is_required)
+            self._owes = not self._is_held
         if hold != step:
             return
         if self._control.read(Word.HOLD_KIND) == HoldKind.LEAVE and not is_last:

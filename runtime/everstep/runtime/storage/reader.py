@@ -14,15 +14,10 @@ from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
+from everstep.runtime.storage.chunks import StoredDamage, cells
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.store import StorageMissing, Store
-from everstep.runtime.storage.tensors import (
-    ArrayPlan,
-    ArrayReader,
-    PendingRead,
-    StoredDamage,
-    cells,
-)
+from everstep.runtime.storage.tensors import ArrayPlan, ArrayRead, ArrayReader
 
 Array = NDArray[Any]
 
@@ -87,25 +82,23 @@ class CheckpointReader:
         Blocking: until all are read; what is in flight at once is what was asked for. The arrays
         are undefined after an error.
         """
-        pending: list[tuple[Region, PendingRead]] = []
-        failures: list[tuple[Region, StoredDamage]] = []
-        for region, out in reads:
+        failures: dict[int, StoredDamage] = {}
+        begun: list[tuple[int, ArrayRead]] = []
+        for number, (region, out) in enumerate(reads):
             if region.box.is_empty:
                 continue
             try:
-                pending.append((region, self._begin(region, out)))
+                begun.append((number, self._read(region, out)))
             except StoredDamage as damage:
-                failures.append((region, damage))
-        # All are waited for, also after a failure: none may write into `out` after the return.
-        for region, read in pending:
-            try:
-                read.finish()
-            except StoredDamage as damage:
-                failures.append((region, damage))
+                failures[number] = damage
+        # All are read, also after a failure: none may be written into after the return.
+        damages = self._arrays.read([read for _, read in begun])
+        failures.update((begun[at][0], damage) for at, damage in damages.items())
         if failures:
-            region, first = failures[0]
+            number, first = min(failures.items())
             kind = ChecksumMismatch if first.is_checksum else ManifestCorrupt
-            raise kind(self.where, self._describe(region), first.expected, first.found) from first
+            where = self._describe(reads[number][0])
+            raise kind(self.where, where, first.expected, first.found) from first
 
     def plan(self, leaf: int) -> ArrayPlan:
         """How a leaf's array is stored."""
@@ -117,7 +110,7 @@ class CheckpointReader:
             name=name, dtype=spec.dtype, shape=spec.shape, chunk=self.manifest.chunks[leaf]
         )
 
-    def _begin(self, region: Region, out: Array) -> PendingRead:
+    def _read(self, region: Region, out: Array) -> ArrayRead:
         plan = self.plan(region.leaf)
         check(
             whole(plan.shape).contains(region.box)
@@ -131,7 +124,7 @@ class CheckpointReader:
             raise StoredDamage(
                 "a checksum of every chunk", f"none of {lacking[0]}", is_checksum=False
             )
-        return self._arrays.begin(plan, region.box, out, crcs)
+        return ArrayRead(plan=plan, box=region.box, out=out, crcs=crcs)
 
     def _note_checksums(self, part: files.PartRecord) -> None:
         for region, crcs in zip(part.regions, part.crcs, strict=True):

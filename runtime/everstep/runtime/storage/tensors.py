@@ -1,27 +1,52 @@
 """Arrays on storage: the only door to tensorstore.
 
 zarr3 arrays in OCDBT databases, one database a writer, merged by reference into one; a `crc32c`
-codec after the bytes, no compression. Which arrays, chunks and boxes is decided elsewhere.
+codec after the bytes, no compression. Which arrays, chunks and boxes is decided elsewhere. On a
+POSIX file system the values go by our own system calls (`storage.datafiles`), elsewhere by the
+array library's; what is stored is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import secrets
+import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+from urllib.parse import unquote
 
+import numpy as np
 import tensorstore as ts
-from numpy.typing import NDArray
 
 from everstep.runtime.errors import StateRefused, StorageRefused, StorageUnavailable
 from everstep.runtime.layout.boxes import Box
-from everstep.runtime.layout.dtypes import STORABLE, itemsize, numpy_dtype
+from everstep.runtime.layout.dtypes import STORABLE, numpy_dtype
+from everstep.runtime.storage.chunks import (
+    CRC_BYTES,
+    Array,
+    StoredDamage,
+    Wanted,
+    cells,
+    chunk_key,
+    encoded,
+    extend_crc,
+    noted,
+    part_in,
+)
+from everstep.runtime.storage.datafiles import (
+    INLINE_BYTES_MAX,
+    THREADS,
+    DataWriter,
+    Stored,
+    read_extent,
+    read_values,
+)
+from everstep.runtime.storage.ocdbt import Extent, Root
 from everstep.runtime.storage.store import Location, Space
-
-Array = NDArray[Any]
+from everstep.runtime.storage.zarr import differences, encode_metadata, metadata_key
 
 STORED_AS_BYTES: Mapping[str, str] = {
     "uint2": "uint8",
@@ -31,9 +56,7 @@ STORED_AS_BYTES: Mapping[str, str] = {
 """What zarr3 has no type for. One byte an element as numpy holds it; `everstep.json` has the true
 dtype, Orbax sees bytes."""
 
-_INLINE_BYTES_MAX = 1024
-_NODE_BYTES_MAX = 100_000_000
-_CRC_BYTES = 4
+_CONFIG = {"max_inline_value_bytes": INLINE_BYTES_MAX, "max_decoded_node_bytes": 100_000_000}
 _NODE_CACHE = "cache_pool#nodes"
 
 
@@ -48,33 +71,11 @@ class ArrayPlan:
     chunk: tuple[int, ...]
 
 
-class StoredDamage(Exception):
-    """What was read is not what was written: internal to this room, the reader says where."""
-
-    def __init__(self, expected: str, found: str, *, is_checksum: bool) -> None:
-        self.expected, self.found, self.is_checksum = expected, found, is_checksum
-        super().__init__(f"expected {expected}, found {found}")
-
-
 def stored_dtype(name: str) -> str:
     """The zarr3 type in which a dtype is kept. Raises `StateRefused` where there is none."""
     if name not in STORABLE:
         raise StateRefused("<dtype>", name, "a numeric dtype of JAX")
     return STORED_AS_BYTES.get(name, name)
-
-
-def cells(box: Box, chunk: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Grid positions of the chunks that a box touches, in C order."""
-    return itertools.product(
-        *(
-            range(a // c, -(-b // c) if b > a else a // c)
-            for a, b, c in zip(box.start, box.stop, chunk, strict=True)
-        )
-    )
-
-
-def chunk_key(name: str, cell: Sequence[int]) -> str:
-    return "/".join((name, "c", *map(str, cell)))
 
 
 class PartWriter:
@@ -83,63 +84,106 @@ class PartWriter:
     Durability: after `flush`, what was written before it is synced, directories not (`settle`).
     """
 
-    def __init__(self, arrays: Location, folder: str, *, file_bytes: int) -> None:
-        """Open or create.
+    def __init__(
+        self, arrays: Location, folder: str, *, file_bytes: int, in_flight_bytes: int = 256 << 20
+    ) -> None:
+        """Make an empty database.
 
         Args:
             arrays: the folder of the checkpoint's arrays.
             folder: the writer's own below it.
             file_bytes: a data file is closed, and synced, when it has about so many bytes.
+            in_flight_bytes: so many bytes are begun at most before some are waited for.
         """
         self._location = arrays.below(folder)
-        self._context = _context(self._location)
-        self._file_bytes = file_bytes
-        self._transaction: Any = None
-        self._open: dict[str, Any] = {}
-        self._pending: list[Any] = []
+        self._writer: DataWriter | _ValueWriter
+        if self._location.driver == "file":
+            self._writer = DataWriter(
+                self._location.path, file_bytes=file_bytes, in_flight_bytes=in_flight_bytes
+            )
+        else:
+            self._writer = _ValueWriter(
+                self._location, file_bytes=file_bytes, in_flight_bytes=in_flight_bytes
+            )
+        self._described: set[str] = set()
+        self._is_dirty = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def write(self, plan: ArrayPlan, box: Box, values: Array) -> None:
-        """Begin to write whole chunks. `values` must not change until `flush`."""
+        """Begin to write whole chunks. `values` must not change until `flush` or `close`."""
+        self._is_dirty = True
+        if plan.name not in self._described:
+            self._described.add(plan.name)
+            self._writer.put_inline(metadata_key(plan.name), _metadata(plan))
+        if box.is_empty:
+            return
+        stored = _as_stored(values, plan.dtype)
+        for cell in cells(box, plan.chunk):
+            part, _ = part_in(box, cell, plan.chunk)
+            self._writer.put(chunk_key(plan.name, cell), stored[(..., *part.slices())], plan.chunk)
+
+    def flush(self) -> None:
+        """Write and sync all that was begun. After an error, `close` is all that can be done."""
+        if self._is_dirty:
+            self._writer.finish(_manifest)
+            self._is_dirty = False
+
+    def close(self) -> None:
+        """Leave what was not flushed as it is: unfinished, and read by nobody."""
+        self._writer.close()
+
+    def checksums(self, wanted: Iterable[tuple[str, Sequence[tuple[int, ...]]]]) -> list[list[int]]:
+        """CRC-32C of chunks that were flushed: per `(array name, cells)`, one value a cell."""
+        crcs = self._writer.crcs
+        return [[crcs[chunk_key(name, cell)] for cell in row] for name, row in wanted]
+
+
+class _ValueWriter:
+    """A database whose values the array library writes, a transaction at a time."""
+
+    def __init__(self, location: Location, *, file_bytes: int, in_flight_bytes: int) -> None:
+        self.crcs: dict[str, int] = {}
+        self._location = location
+        with _translated(location):
+            self._database = _database(
+                location, _context(location), create=True, file_bytes=file_bytes
+            )
+        self._in_flight_max = in_flight_bytes
+        self._in_flight = 0
+        self._transaction: Any = None
+
+    def put(self, key: str, part: Array, chunk: Sequence[int]) -> None:
+        value, crc = _value(part, chunk)
+        self.crcs[key] = crc
+        if self._in_flight and self._in_flight + len(value) > self._in_flight_max:
+            self._commit()
+        self._in_flight += len(value)
+        self.put_inline(key, value)
+
+    def put_inline(self, key: str, value: bytes) -> None:
         with _translated(self._location):
             if self._transaction is None:
                 self._transaction = ts.Transaction(atomic=False)
-            target = self._open.get(plan.name)
-            if target is None:
-                target = self._open[plan.name] = ts.open(
-                    _array_spec(self._location, plan, file_bytes=self._file_bytes),
-                    open=True,
-                    create=True,
-                    context=self._context,
-                    transaction=self._transaction,
-                ).result()
-            if not box.is_empty:
-                self._pending.append(
-                    target[box.slices()].write(
-                        _as_stored(values, plan.dtype), can_reference_source_data_indefinitely=True
-                    )
-                )
+            self._database.with_transaction(self._transaction).write(key, value)
 
-    def flush(self) -> None:
-        """Write and sync all that was begun."""
-        if self._transaction is None:
-            return
-        with _translated(self._location):
-            for pending in self._pending:
-                pending.copy.result()
-            self._transaction.commit_sync()
+    def finish(self, _: object) -> None:
+        self._commit()
+
+    def close(self) -> None:
+        if self._transaction is not None:
+            self._transaction.abort()
+
+    def _commit(self) -> None:
+        if self._transaction is not None:
+            with _translated(self._location):
+                self._transaction.commit_sync()
         self._transaction = None
-        self._open.clear()
-        self._pending.clear()
-
-    def checksums(self, wanted: Iterable[tuple[str, Sequence[tuple[int, ...]]]]) -> list[list[int]]:
-        """The stored CRC-32C of chunks: per `(array name, cells)`, one value a cell."""
-        with _translated(self._location):
-            database = _database(self._location, self._context)
-            reads = [
-                [_read_checksum(database, chunk_key(name, cell)) for cell in wanted_cells]
-                for name, wanted_cells in wanted
-            ]
-            return [[_checksum(read) for read in row] for row in reads]
+        self._in_flight = 0
 
 
 def merge(
@@ -161,91 +205,186 @@ def merge(
         for copy in copies:
             copy.result()
         for plan, value in small:
-            target = ts.open(
-                _array_spec(arrays, plan, file_bytes=0),
-                create=True,
-                open=True,
-                context=context,
-                transaction=transaction,
-            ).result()
-            target.write(_as_stored(value, plan.dtype)).result()
+            parent.write(metadata_key(plan.name), _metadata(plan))
+            if value.size:
+                stored, _ = _value(_as_stored(value, plan.dtype), plan.chunk)
+                parent.write(chunk_key(plan.name, (0,) * value.ndim), stored)
         transaction.commit_sync()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRead:
+    """One box of one array, to be read into memory of the caller."""
+
+    plan: ArrayPlan
+    """What is stored must be exactly that."""
+    box: Box
+    """Inside the array, not empty."""
+    out: Array
+    """Of the box's shape and the plan's dtype; any strides."""
+    crcs: Mapping[tuple[int, ...], int]
+    """CRC-32C by grid position, at least of the chunks that the box touches."""
 
 
 class ArrayReader:
     """The arrays of a committed checkpoint. Any thread.
 
-    Every chunk is checked twice: its bytes against the CRC-32C stored with them, by the codec, and
-    that CRC against the one that was noted when it was written. So a chunk that is sound but
+    The bytes of every chunk that is touched are compared with the CRC-32C that was noted when it
+    was written, and so is the one that is stored behind them. So a chunk that is sound but
     another's (two files swapped) does not pass.
     """
 
     def __init__(self, arrays: Location) -> None:
         self._location = arrays
-        self._context = _context(arrays)
-        self._database: Any = None
-        self._open: dict[str, Any] = {}
-        self._checked: set[str] = set()
+        self._lock = threading.Lock()
+        self._values: _IndexedValues | _AskedValues | None = None
+        self._described: set[str] = set()
 
-    def begin(
-        self, plan: ArrayPlan, box: Box, out: Array, crcs: Mapping[tuple[int, ...], int]
-    ) -> PendingRead:
-        """Begin to read a box into `out`, which must not be touched until `finish`.
+    def read(self, reads: Sequence[ArrayRead]) -> dict[int, StoredDamage]:
+        """Read boxes together.
 
-        Args:
-            plan: of the array; what is stored must be exactly that.
-            box: inside the array, not empty.
-            out: of the box's shape and the plan's dtype; any strides.
-            crcs: CRC-32C by grid position, at least of the chunks that the box touches.
+        Returns:
+            What is damaged, by position in `reads`; those targets are undefined.
+
+        Raises:
+            StorageUnavailable, StorageRefused: storage did not answer, or said no.
+
+        Blocking: until all are read; nothing is written into a target after that.
         """
+        damages: dict[int, StoredDamage] = {}
+        try:
+            values = self._opened()
+        except StoredDamage as damage:
+            return dict.fromkeys(range(len(reads)), damage)
+        for number, read in enumerate(reads):
+            with noted(number, damages):
+                self._check_description(read.plan, values)
+        wanted = [
+            one
+            for number, read in enumerate(reads)
+            if number not in damages
+            for one in _wanted(number, read)
+        ]
+        return {**values.read(wanted), **damages}
+
+    def _opened(self) -> _IndexedValues | _AskedValues:
+        with self._lock:
+            if self._values is None:
+                kind = _IndexedValues if self._location.driver == "file" else _AskedValues
+                self._values = kind(self._location)
+            return self._values
+
+    def _check_description(self, plan: ArrayPlan, values: _IndexedValues | _AskedValues) -> None:
+        """What Orbax would make of the array must be what we make of it."""
+        if plan.name in self._described:
+            return
+        key = metadata_key(plan.name)
+        different = differences(values.small(key), stored_dtype(plan.dtype), plan.shape, plan.chunk)
+        if different is not None:
+            expected, found = different
+            raise StoredDamage(f"{expected} in {key}", found, is_checksum=False)
+        self._described.add(plan.name)
+
+
+class _IndexedValues:
+    """Values in files that we read ourselves; the array library reads their index."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        with _translated(location, reading=True):
+            base = ts.KvStore.open(_base(location), context=_context(location)).result()
+            self._index = _load_index(base)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-read")
+
+    def small(self, key: str) -> bytes:
+        value = self._index.get(key, b"")
+        if isinstance(value, bytes):
+            return value
+        return read_extent(self._location.path, value)
+
+    def read(self, wanted: Sequence[Wanted]) -> dict[int, StoredDamage]:
+        damages: dict[int, StoredDamage] = {}
+        stored: list[Stored] = []
+        for one in wanted:
+            with noted(one.request, damages):
+                value = self._index.get(one.key)
+                if value is None:
+                    raise _no_chunk(one.key)
+                if isinstance(value, bytes):
+                    one.accept_all(value)
+                else:
+                    one.check_length(value.length)
+                    stored.append((value, one))
+        return {**read_values(self._location.path, stored, self._threads), **damages}
+
+
+class _AskedValues:
+    """Values that the array library reads, one by one and many at a time."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        with _translated(location, reading=True):
+            self._database = _database(location, _context(location))
+
+    def small(self, key: str) -> bytes:
         with _translated(self._location, reading=True):
-            if self._database is None:
-                self._database = _database(self._location, self._context)
-            checks: list[tuple[str, int, Any]] = []
-            for cell in cells(box, plan.chunk):
-                key = chunk_key(plan.name, cell)
-                if key not in self._checked:
-                    checks.append((key, crcs[cell], _read_checksum(self._database, key)))
-            source = self._source(plan)
-            view = source[box.slices()]
-            if box.start:
-                view = view[ts.d[:].translate_to[(0,) * len(box.start)]]
-            target = ts.array(_as_stored(out, plan.dtype))
-            return PendingRead(self, checks, target.write(view))
+            result = self._database.read(key).result()
+        return bytes(result.value) if result.state == "value" else b""
 
-    def finish(self, pending: PendingRead) -> None:
-        """Wait for a read. Raises `StoredDamage`."""
-        with _translated(self._location, reading=True):
-            for key, expected, read in pending.checks:
-                found = _checksum(read)
-                if found != expected:
-                    raise StoredDamage(
-                        f"crc32c {expected:08x} of {key}", f"crc32c {found:08x}", is_checksum=True
-                    )
-            pending.copy.result()
-        self._checked.update(key for key, _, _ in pending.checks)
-
-    def _source(self, plan: ArrayPlan) -> Any:
-        source = self._open.get(plan.name)
-        if source is None:
-            source = self._open[plan.name] = ts.open(
-                _array_spec(self._location, plan, file_bytes=0),
-                open=True,
-                context=self._context,
-            ).result()
-        return source
+    def read(self, wanted: Sequence[Wanted]) -> dict[int, StoredDamage]:
+        damages: dict[int, StoredDamage] = {}
+        begun = [(one, self._database.read(one.key)) for one in wanted]
+        for one, read in begun:
+            with noted(one.request, damages):
+                with _translated(self._location, reading=True):
+                    result = read.result()
+                if result.state != "value":
+                    raise _no_chunk(one.key)
+                one.accept_all(result.value)
+        return damages
 
 
-class PendingRead:
-    """A read that was begun."""
+def _no_chunk(key: str) -> StoredDamage:
+    return StoredDamage(f"a chunk {key}", "nothing", is_checksum=False)
 
-    def __init__(self, owner: ArrayReader, checks: list[tuple[str, int, Any]], copy: Any) -> None:
-        self._owner = owner
-        self.checks = checks
-        self.copy = copy
 
-    def finish(self) -> None:
-        self._owner.finish(self)
+def _wanted(number: int, read: ArrayRead) -> Iterator[Wanted]:
+    target = _as_stored(read.out, read.plan.dtype)
+    for cell in cells(read.box, read.plan.chunk):
+        place, part = part_in(read.box, cell, read.plan.chunk)
+        yield Wanted(
+            request=number,
+            key=chunk_key(read.plan.name, cell),
+            chunk=read.plan.chunk,
+            box=part,
+            target=target[(..., *place.slices())],
+            crc=read.crcs[cell],
+        )
+
+
+def _load_index(base: Any) -> dict[str, bytes | Extent]:
+    """Where every value of a database lies. Each node is checked against its checksum."""
+    manifest = ts.ocdbt.dump(base).result()
+    root = manifest["versions"][-1]["root"].get("location")
+    index: dict[str, bytes | Extent] = {}
+    nodes: list[tuple[bytes, str]] = [(b"", root)] if root else []
+    while nodes:
+        prefix, location = nodes.pop()
+        for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+            if "location" in entry:
+                # What is common to all keys below is left out there.
+                nodes.append((prefix + entry["subtree_common_prefix"], entry["location"]))
+                continue
+            key = (prefix + entry["key"]).decode()
+            value = entry.get("inline_value")
+            index[key] = _extent(entry["indirect_value"]) if value is None else value
+    return index
+
+
+def _extent(location: str) -> Extent:
+    """From `value:<folder>:<file>:<offset>:<length>`, escaped as in a URL."""
+    _, folder, file, offset, length = location.split(":")
+    return Extent(unquote(folder + file), int(offset), int(length))
 
 
 def children(space: Space, prefix: str) -> frozenset[str]:
@@ -295,54 +434,16 @@ def _base(location: Location) -> dict[str, Any]:
     return {"driver": location.driver, "path": location.path}
 
 
-def _database_spec(location: Location, *, file_bytes: int) -> dict[str, Any]:
-    spec: dict[str, Any] = {
-        "driver": "ocdbt",
-        "base": _base(location),
-        "cache_pool": _NODE_CACHE,
-        "config": {
-            "max_inline_value_bytes": _INLINE_BYTES_MAX,
-            "max_decoded_node_bytes": _NODE_BYTES_MAX,
-        },
-    }
+def _database(
+    location: Location, context: Any, *, create: bool = False, file_bytes: int = 0
+) -> Any:
+    spec: dict[str, Any] = {"driver": "ocdbt", "base": _base(location), "cache_pool": _NODE_CACHE}
+    if create:
+        # Of one that is there, it says itself how it was configured.
+        spec["config"] = _CONFIG
     if file_bytes:
         spec["target_data_file_size"] = file_bytes
-    return spec
-
-
-def _database(location: Location, context: Any, *, create: bool = False) -> Any:
-    spec = _database_spec(location, file_bytes=0)
-    if not create:
-        # What is there says how it was configured.
-        del spec["config"]
     return ts.KvStore.open(spec, context=context).result()
-
-
-def _array_spec(location: Location, plan: ArrayPlan, *, file_bytes: int) -> dict[str, Any]:
-    dtype = stored_dtype(plan.dtype)
-    is_wide = itemsize(dtype) > 1
-    endian = {"configuration": {"endian": "little"}} if is_wide else {}
-    database = _database_spec(location, file_bytes=file_bytes)
-    database["path"] = f"{plan.name}/"
-    return {
-        "driver": "zarr3",
-        "kvstore": database,
-        "metadata": {
-            "data_type": dtype,
-            "shape": list(plan.shape),
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(plan.chunk)},
-            },
-            "chunk_key_encoding": {"name": "default"},
-            "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
-        },
-        # Absence must be told from zeros.
-        "fill_missing_data_reads": False,
-        "store_data_equal_to_fill_value": True,
-        "recheck_cached_metadata": "open",
-        "recheck_cached_data": "open",
-    }
 
 
 def _as_stored(values: Array, dtype: str) -> Array:
@@ -350,15 +451,48 @@ def _as_stored(values: Array, dtype: str) -> Array:
     return values if values.dtype == stored else values.view(stored)
 
 
-def _read_checksum(database: Any, key: str) -> Any:
-    return database.read(key, byte_range=slice(-_CRC_BYTES, None))
+def _value(part: Array, chunk: Sequence[int]) -> tuple[bytes, int]:
+    """A chunk as it is stored, and its CRC-32C."""
+    data = b"".join(block.tobytes() for block in encoded(part, chunk))
+    crc = extend_crc(0, np.frombuffer(data, np.uint8))
+    return data + crc.to_bytes(CRC_BYTES, "little"), crc
 
 
-def _checksum(read: Any) -> int:
-    result = read.result()
-    if result.state != "value":
-        raise StoredDamage("a chunk", f"nothing (state {result.state})", is_checksum=False)
-    return int.from_bytes(result.value, "little")
+def _metadata(plan: ArrayPlan) -> bytes:
+    return encode_metadata(stored_dtype(plan.dtype), plan.shape, plan.chunk)
+
+
+def _manifest(root: Root) -> bytes:
+    """The manifest of a database that has one version."""
+    extent = root.extent
+    return bytes(
+        ts.ocdbt.undump_manifest(
+            {
+                "config": {
+                    **_CONFIG,
+                    "compression": None,
+                    "uuid": secrets.token_hex(16),
+                    "version_tree_arity_log2": 4,
+                },
+                "version_tree_nodes": [],
+                "versions": [
+                    {
+                        "commit_time": 1,
+                        "generation_number": 1,
+                        "root": {
+                            "location": f"btreenode::{extent.file}:{extent.offset}:{extent.length}",
+                            "statistics": {
+                                "num_indirect_value_bytes": root.stored_bytes,
+                                "num_keys": root.key_count,
+                                "num_tree_bytes": root.tree_bytes,
+                            },
+                        },
+                        "root_height": root.height,
+                    }
+                ],
+            }
+        )
+    )
 
 
 @contextlib.contextmanager

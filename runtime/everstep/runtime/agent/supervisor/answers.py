@@ -117,6 +117,7 @@ class HostAnswers:
         # A repeated proposal does not take back the confirmation that overtook it.
         leaves = hold.leave or (scope.hold_armed == hold.step and scope.hold_leaves)
         kind = HoldKind.LEAVE if leaves else HoldKind.CONTINUE
+        snapshots.expect(hold.step)
         worker.control.write(Word.HOLD_KIND, kind)
         worker.control.write(Word.HOLD_AFTER, hold.step)
         scope.hold_armed, scope.hold_leaves = hold.step, leaves

@@ -161,6 +161,11 @@ class Checkpoints:
                 await self.commit_now(scope, seen, by_s=by_s)
             except Fenced:
                 raise
+            except PeerUnavailable as error:
+                # The members copied different steps, or copy faster than is written: they are
+                # asked to hold one together, and that one is committed.
+                self._host.log.info("asking for a step", after=seen, why=str(error))
+                self._host.hold_durably(scope)
             except EverstepError as error:
                 # The step does not exist. The next snapshot is due as well, and tries again.
                 self._report(f"step {seen} was not committed: {error}")

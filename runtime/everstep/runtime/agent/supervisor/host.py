@@ -39,6 +39,7 @@ from everstep.runtime.agent.supervisor.programs import ExitStatus, Program, Prog
 from everstep.runtime.agent.supervisor.saving import save_held
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.supervisor.snapshots import Snapshots
+from everstep.runtime.agent.supervisor.tail import LogTail
 from everstep.runtime.agent.supervisor.tuning import tune_cadence
 from everstep.runtime.agent.wire import Join, Joined, NoticePosted
 from everstep.runtime.clock import Clock
@@ -49,6 +50,8 @@ POLL_S = 0.025
 """How often the control block is looked at while a worker lives; frames are acted on at once."""
 IDLE_POLL_S = 0.25
 CADENCE_UNTIL_MEASURED = 10
+DUE_HOLD_S = 60.0
+"""How long a checkpoint that is due may take to be agreed on, held and written."""
 EXIT_USAGE = 2
 EXIT_PORT_TAKEN = 78
 EXIT_FAILED = 70
@@ -70,6 +73,7 @@ class Host:
         self.channel = channel
         self.client = PeerClient()
         self.answers = HostAnswers(self)
+        self._log_tail = LogTail()
         self.program = Program(options.command, log, self.publish_soon)
         self.coordination = Coordination(log)
         self.checkpoints = Checkpoints(self)
@@ -111,6 +115,7 @@ class Host:
                 )
                 self.publish()
                 return EXIT_PORT_TAKEN
+            self._log_tail.mark()
             self.program.warm()
             if self.options.host.host == 0:
                 # Host 0 of any slice may become the lead.
@@ -418,7 +423,7 @@ class Host:
             return f"{command}: no such command"
         if ended.status.code == 126:
             return f"{command}: cannot be executed"
-        return ""
+        return self._log_tail.last_error()
 
     async def _follow(self, scope: Scope, following: Following) -> None:
         try:
@@ -449,6 +454,20 @@ class Host:
         if scope.serving is not None:
             scope.serving.cancel()
         scope.serving = scope.spawn(serve_request(self, scope, request), f"request {request.id}")
+
+    def hold_durably(self, scope: Scope) -> None:
+        """Lead only: have one step held by all and committed, unless a request does so anyway."""
+        is_busy = scope.serving is not None and not scope.serving.done()
+        if scope is not self.scope or is_busy or self.session.request is not None:
+            return
+        now_s = self.clock.unix_s()
+        request = Request(
+            id=f"{scope.incarnation}-due",
+            kind=RequestKind.CHECKPOINT,
+            durable=True,
+            deadline_s=now_s + DUE_HOLD_S,
+        )
+        self._serve(request)
 
     def _drop_request(self) -> None:
         if self.scope is not None and self.scope.serving is not None:
@@ -508,6 +527,8 @@ class Host:
 
     def note_committed(self, step: Step, at_s: float) -> None:
         self._reports.committed_at_s = at_s
+        if self.snapshots is not None:
+            self.snapshots.release_due()
         self.feed(events.StepCommitted(step=step, at_s=self.clock.unix_s()))
 
     # Reports.

@@ -24,6 +24,9 @@ from everstep.runtime.snapshot.shelf import Shelf
 
 NO_SLOT = -1
 NAMESPACE = "everstep"
+DUE_PIN_S = 2.0
+"""A step that is to be made durable is kept so long for its write to begin, which then keeps it.
+Not longer: storage that does not answer must not hold up the next snapshots."""
 
 
 class Snapshots:
@@ -49,6 +52,11 @@ class Snapshots:
         """Steps captured and completed in this incarnation."""
         self._coming: set[Step] = set()
         """Steps captured in this incarnation whose checksums are being computed."""
+        self._durable_every: int | None = None
+        self._due = ExitStack()
+        """Keeps the newest step that is due for storage."""
+        self._asked: Step | None = None
+        """The step that members agreed to hold."""
         self.copy_s: float | None = None
         self.complete_s: float | None = None
         self.refused: str | None = None
@@ -62,6 +70,9 @@ class Snapshots:
         self.end_restore()
         self._incarnation = assignment.incarnation
         self._held_here = set()
+        self._durable_every = assignment.settings.checkpoint_every_steps
+        self._asked = None
+        self.release_due()
         self.refused = None
         # Not only the own slots: other members read what this host offered, parcels included.
         for id_, manifest in self.shelf.manifests():
@@ -139,9 +150,36 @@ class Snapshots:
         self.complete_s = asyncio.get_running_loop().time() - began_s
         if incarnation == self._incarnation:
             self._held_here.add(frame.step)
+            self._keep_due(frame.step)
         self.grant()
         async with self._changed:
             self._changed.notify_all()
+
+    def _keep_due(self, step: Step) -> None:
+        """Keep a step that is due for storage until it is written, or a moment has passed."""
+        every = self._durable_every
+        if step != self._asked and (every is None or step % every != 0):
+            return
+        kept = ExitStack()
+        for id_, manifest in self.shelf.manifests():
+            if manifest.step == step and manifest.incarnation == self._incarnation:
+                kept.enter_context(self.shelf.pin(id_))
+        self._due.close()
+        self._due = kept
+        asyncio.get_running_loop().call_later(DUE_PIN_S, self._give_up_due, kept)
+
+    def expect(self, step: Step) -> None:
+        """This step is asked for: once it is complete it is kept, as one that is due."""
+        self._asked = step
+
+    def _give_up_due(self, kept: ExitStack) -> None:
+        if self._due is kept:
+            self.release_due()
+
+    def release_due(self) -> None:
+        """What was due is written, or will not be."""
+        self._due.close()
+        self.grant()
 
     def detach(self, worker: WorkerProcess) -> None:
         """The worker is gone: a slot that it was writing holds nothing."""
