@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 HELD_IN = "everstep.held-in"
 """Key of a commit's `extra`: the incarnation whose snapshot was written."""
+NOT_HELD = "is no longer held"
+"""What a member says of a step that later ones have overwritten."""
 THREADS = 4
 HELD_WAIT_S = 5.0
 WRITE_S_MAX = 3600.0
@@ -301,7 +303,10 @@ class Checkpoints:
         while True:
             holdings = tuple(h for h in held.holdings if h.host not in failed)
             if find_gaps(held.tree, holdings):
-                raise StorageUnavailable("; ".join(failed.values()))
+                is_gone = all(why.endswith(NOT_HELD) for why in failed.values())
+                raise (PeerUnavailable if is_gone else StorageUnavailable)(
+                    "; ".join(failed.values())
+                )
             plan = await self._in_thread(partial(plan_writes, held.tree, holdings))
             draft = await self._in_thread(
                 partial(committing.begin, store, held.step, scope.incarnation, ledger=ledger)
@@ -328,7 +333,7 @@ class Checkpoints:
             except (KeyError, PeerUnavailable):
                 continue
             return manifest.extra
-        raise PeerUnavailable(f"step {held.step} is no longer held")
+        raise PeerUnavailable(f"step {held.step} {NOT_HELD}")
 
     async def _write_parts(
         self,
@@ -436,7 +441,7 @@ class Checkpoints:
             for id_, _ in found:
                 pins.enter_context(shelf.pin(id_))
             if not found:
-                raise PeerUnavailable(f"step {order.step} is no longer held")
+                raise PeerUnavailable(f"step {order.step} {NOT_HELD}")
 
             def read(region: Region) -> NDArray[Any]:
                 if self._give_up.is_set():
