@@ -179,8 +179,9 @@ def test_everything_is_synced_before_the_ledger_names_it(tmp_path: Path) -> None
             path = os.path.join(directory, name)
             given = max(i for i, event in enumerate(events) if event == ("name", path))
             assert given < named, f"{path} got its name after the ledger's entry"
-            # The content is synced under the temporary name, the name by its folder.
-            if synced.get(directory, -1) < given or ("content", path) not in events[:named]:
+            # The content is synced under a temporary name or its own, the name by its folder.
+            is_content_synced = ("content", path) in events[:named] or synced.get(path, -1) > given
+            if synced.get(directory, -1) < given or not is_content_synced:
                 unsynced.append(path)
     assert unsynced == []
     for directory, _, _ in os.walk(folder):
@@ -190,7 +191,7 @@ def test_everything_is_synced_before_the_ledger_names_it(tmp_path: Path) -> None
     assert ("sync", os.path.dirname(entry)) in events[named:]
 
 
-_CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += 0$")
+_CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (?:0|\d+<[^>]*>)$")
 _QUOTED = re.compile(r'"([^"]*)"')
 _DESCRIPTOR = re.compile(r"^\d+<([^>]*)>$")
 
@@ -212,7 +213,7 @@ def read_trace(trace: Path, run: Path) -> list[tuple[str, str]]:
     events: list[tuple[str, str]] = []
     contents: set[str] = set()
     for line in lines:
-        match = _CALL.match(re.sub(r"\) += 0$", ") = 0", line))
+        match = _CALL.match(line)
         if match is None:
             continue
         call, arguments = match[1], match[2]
@@ -226,6 +227,8 @@ def read_trace(trace: Path, run: Path) -> list[tuple[str, str]]:
             if source in contents:
                 events.append(("content", target))
             events.append(("name", target))
+        elif call == "openat" and "O_CREAT" in arguments:
+            events.append(("name", os.path.join(run, _QUOTED.findall(arguments)[0])))
         elif call in ("mkdir", "mkdirat"):
             events.append(("make", _QUOTED.findall(arguments)[0].rstrip("/")))
     return events

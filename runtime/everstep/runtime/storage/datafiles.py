@@ -67,6 +67,8 @@ class DataWriter:
         self._in_flight: dict[Future[None], int] = {}
         self._entries: dict[str, bytes | Extent] = {}
         self._lock = threading.Lock()
+        self._made: list[_DataFile] = []
+        """Since the last `finish`."""
         self._idle: list[_DataFile] = []
         """Open files that no thread is writing."""
 
@@ -104,15 +106,20 @@ class DataWriter:
         self._settle_down([self._threads.submit(file.finish) for file in open_files])
         with _synced_file(os.path.join(self._folder, "manifest.ocdbt")) as descriptor:
             _write_all(descriptor, [manifest(root)])
+        self._made = []
 
     def close(self) -> None:
-        """Stop, whatever was reached. Nobody looks at the memory that was put any more."""
+        """Stop, whatever was reached. Nobody looks at the memory that was put any more.
+
+        Files of values that were put since the last `finish` are removed: where the disk is full,
+        the space is needed to say so.
+        """
         for task in self._in_flight:
             task.cancel()
         self._threads.shutdown()
-        for file in self._idle:
+        for file in self._made:
             file.abandon()
-        self._idle = []
+        self._made, self._idle = [], []
 
     def _submit(self) -> None:
         if not self._batch:
@@ -131,25 +138,24 @@ class DataWriter:
 
     def _write(self, batch: Sequence[tuple[str, Array, Sequence[int]]]) -> None:
         file = self._take_file()
-        try:
-            for key, part, chunk in batch:
-                value, crc = file.append(part, chunk)
-                self._entries[key] = value
-                self.crcs[key] = crc
-            if file.size >= self._file_bytes:
-                file.finish()
-            else:
-                with self._lock:
-                    self._idle.append(file)
-        except BaseException:
-            file.abandon()
-            raise
+        for key, part, chunk in batch:
+            value, crc = file.append(part, chunk)
+            self._entries[key] = value
+            self.crcs[key] = crc
+        if file.size >= self._file_bytes:
+            file.finish()
+        else:
+            with self._lock:
+                self._idle.append(file)
 
     def _take_file(self) -> _DataFile:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _DataFile(self._folder)
+        file = _DataFile(self._folder)
+        with self._lock:
+            self._made.append(file)
+        return file
 
 
 class _DataFile:
@@ -200,11 +206,19 @@ class _DataFile:
                     self._write([self._small])
                 os.fsync(self._descriptor)
             finally:
-                os.close(self._descriptor)
+                self._close()
 
     def abandon(self) -> None:
+        """Close and remove."""
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+            self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _write(self, buffers: Sequence[memoryview | bytearray]) -> None:
         with _in_our_words(self._path):

@@ -125,7 +125,7 @@ class PartWriter:
         stored = _as_stored(values, plan.dtype)
         for cell in cells(box, plan.chunk):
             part, _ = part_in(box, cell, plan.chunk)
-            self._writer.put(chunk_key(plan.name, cell), stored[(..., *part.slices())], plan.chunk)
+            self._writer.put(chunk_key(plan.name, cell), _part(stored, part), plan.chunk)
 
     def flush(self) -> None:
         """Write and sync all that was begun. After an error, `close` is all that can be done."""
@@ -134,7 +134,7 @@ class PartWriter:
             self._is_dirty = False
 
     def close(self) -> None:
-        """Leave what was not flushed as it is: unfinished, and read by nobody."""
+        """Stop. What was not flushed is gone; nobody looks at its memory any more."""
         self._writer.close()
 
     def checksums(self, wanted: Iterable[tuple[str, Sequence[tuple[int, ...]]]]) -> list[list[int]]:
@@ -357,7 +357,7 @@ def _wanted(number: int, read: ArrayRead) -> Iterator[Wanted]:
             key=chunk_key(read.plan.name, cell),
             chunk=read.plan.chunk,
             box=part,
-            target=target[(..., *place.slices())],
+            target=_part(target, place),
             crc=read.crcs[cell],
         )
 
@@ -444,6 +444,13 @@ def _database(
     if file_bytes:
         spec["target_data_file_size"] = file_bytes
     return ts.KvStore.open(spec, context=context).result()
+
+
+def _part(values: Array, box: Box) -> Array:
+    """A view, also of a scalar."""
+    index: tuple[Any, ...] = (..., *box.slices())
+    part: Array = values[index]
+    return part
 
 
 def _as_stored(values: Array, dtype: str) -> Array:
