@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import claimed, save
+from everstep.runtime.engine.state import flatten
 from everstep.runtime.layout.dtypes import STORABLE
 from everstep.runtime.layout.tree import LeafKind
-from everstep.runtime.loop.state import flatten
 from everstep.runtime.storage.posix import PosixStore
 from everstep.runtime.storage.tensors import STORED_AS_BYTES
 

@@ -16,11 +16,11 @@ import pytest
 from checkpoints import claimed, save
 from everstep.controller.api.ids import HostId, Incarnation, SliceId, Step
 from everstep.runtime.agent.link import Source
+from everstep.runtime.engine.state import flatten
 from everstep.runtime.errors import CheckpointInvalid, StateRefused
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding, Region
 from everstep.runtime.layout.scalars import inline_extra
-from everstep.runtime.loop.state import flatten
 from everstep.runtime.restore.assemble import RestoredState, restore_state
 from everstep.runtime.snapshot.capture import CapturePlan
 from everstep.runtime.snapshot.regions import plot_of

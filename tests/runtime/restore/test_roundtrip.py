@@ -19,11 +19,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from everstep.controller.api.ids import HostId, Incarnation, SliceId, Step
+from everstep.runtime.engine.state import flatten
 from everstep.runtime.errors import CheckpointInvalid, Fenced, StateRefused
 from everstep.runtime.layout.dtypes import STORABLE, numpy_dtype
 from everstep.runtime.layout.manifest import BLOCK_BYTES, Holding, Plot, Region
 from everstep.runtime.layout.scalars import inline_extra
-from everstep.runtime.loop.state import flatten
 from everstep.runtime.restore.assemble import RestoredState, restore_state
 from everstep.runtime.snapshot.capture import CapturePlan
 from everstep.runtime.snapshot.regions import plot_of, region_array

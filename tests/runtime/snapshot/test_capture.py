@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.errors import StateRefused
 from everstep.runtime.layout.boxes import Box, uncovered, whole
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Plot, Region
-from everstep.runtime.loop.state import flatten, reflatten
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated, capture, plan_plot
 from everstep.runtime.snapshot.memfd import SharedMemory
 from everstep.runtime.snapshot.regions import region_array

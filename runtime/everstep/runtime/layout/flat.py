@@ -1,6 +1,6 @@
 """A state taken apart: its leaves in order, and what is needed to put it together again.
 
-`loop.state` makes one; `snapshot` copies out of it, `restore` fills one. It names no jax type, so
+`engine.state` makes one; `snapshot` copies out of it, `restore` fills one. It names no jax type, so
 that rooms below `loop` can share it.
 """
 

@@ -23,6 +23,8 @@ from everstep.runtime.checkpoint.commit import begin, commit
 from everstep.runtime.checkpoint.draft import write_regions
 from everstep.runtime.checkpoint.retention import choose_dropped
 from everstep.runtime.clock import Clock
+from everstep.runtime.engine.placement import with_shardings
+from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.errors import CheckpointInvalid, EverstepError, InvariantViolated
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding, Plot, Region, Shard
@@ -31,8 +33,6 @@ from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.loop.ending import line_of
 from everstep.runtime.loop.keeper import Facts
 from everstep.runtime.loop.linked import RESTORE_BYTES_IN_FLIGHT
-from everstep.runtime.loop.placement import with_shardings
-from everstep.runtime.loop.state import flatten, reflatten
 from everstep.runtime.restore.assemble import restore_state
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
 from everstep.runtime.snapshot.regions import region_array, shard_array

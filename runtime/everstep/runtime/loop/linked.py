@@ -16,10 +16,10 @@ from everstep.runtime.agent.control import ControlBlock
 from everstep.runtime.agent.frames import send
 from everstep.runtime.agent.link import Assignment, FirstStepDone, MetricNames, Restored
 from everstep.runtime.clock import Clock
-from everstep.runtime.loop.placement import with_shardings
+from everstep.runtime.engine.placement import with_shardings
+from everstep.runtime.engine.state import flatten
 from everstep.runtime.loop.recent import recent_lines
 from everstep.runtime.loop.slots import AgentSlots
-from everstep.runtime.loop.state import flatten
 
 RESTORE_BYTES_IN_FLIGHT = 1 << 30
 GRANT_TIMEOUT_MAX_S = 30.0

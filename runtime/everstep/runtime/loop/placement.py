@@ -85,18 +85,6 @@ def _refuse_indivisible(abstract: Any, shardings: list[Any]) -> None:
         )
 
 
-def with_shardings(abstract: Any, shardings: list[Any]) -> Any:
-    """The abstract state with each array's sharding attached; plain values stay."""
-    leaves, structure = jax.tree.flatten(abstract)
-    treedef: Any = structure
-    return treedef.unflatten(
-        leaf
-        if sharding is None
-        else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    )
-
-
 def _size_bytes(leaf: Any) -> int:
     size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
     return size

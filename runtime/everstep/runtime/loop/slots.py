@@ -19,11 +19,11 @@ from everstep.runtime.agent.link import (
     Word,
 )
 from everstep.runtime.clock import Clock
+from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.errors import ConfigurationError, InvariantViolated, PeerUnavailable, check
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.scalars import inline_extra
 from everstep.runtime.loop.recent import RECENT_STEPS, recent_extra
-from everstep.runtime.loop.state import flatten, reflatten
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
 from everstep.runtime.snapshot.slots import SlotWriter
 

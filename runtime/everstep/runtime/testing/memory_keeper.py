@@ -13,11 +13,11 @@ import numpy as np
 from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
 from everstep.runtime.agent.control import ControlBlock, create_control_file
 from everstep.runtime.agent.link import Word
+from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.layout.compare import match_leaves
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.loop.keeper import Facts
 from everstep.runtime.loop.run import Run
-from everstep.runtime.loop.state import flatten, reflatten
 
 
 class MemoryKeeper:

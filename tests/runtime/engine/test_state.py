@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from everstep.runtime.engine.state import flatten, reflatten, unflatten
 from everstep.runtime.errors import StateRefused
 from everstep.runtime.layout.tree import KeyKind, LeafKind
-from everstep.runtime.loop.state import flatten, reflatten, unflatten
 
 
 class Empty(NamedTuple):
