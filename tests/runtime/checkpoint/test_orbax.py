@@ -85,8 +85,8 @@ def test_metadata_says_what_orbax_expects() -> None:
             Leaf(path=path("seq", 0), kind=LeafKind.EMPTY, dtype="tuple"),
         )
     )
-    made = layout(tree, {0: (2, 3), 1: (2,)}, begun_s=1.0, committed_s=2.0)
-    metadata = json.loads(made.files["state/_METADATA"])
+    made = layout(tree, {0: (2, 3), 1: (2,)})
+    metadata = json.loads(made.files["_METADATA"])
     types = {
         name: (entry["value_metadata"]["value_type"], entry["value_metadata"]["skip_deserialize"])
         for name, entry in metadata["tree_metadata"].items()
@@ -101,8 +101,8 @@ def test_metadata_says_what_orbax_expects() -> None:
         "('e',)": ("Dict", True),
         "('seq', '0')": ("Tuple", True),
     }
-    assert json.loads(made.files["state/_strings.json"]) == {"big": str(2**70), "s": "hé"}
-    arrays = json.loads(made.files["state/array_metadatas/process_0"])["array_metadatas"]
+    assert json.loads(made.files["_strings.json"]) == {"big": str(2**70), "s": "hé"}
+    arrays = json.loads(made.files["array_metadatas/process_0"])["array_metadatas"]
     assert [a["array_metadata"]["ext_metadata"] for a in arrays] == [
         None,
         {"random_key_impl": "rbg"},

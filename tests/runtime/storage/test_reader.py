@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,7 @@ from everstep.runtime.layout.dtypes import STORABLE
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import Leaf, LeafKind, TreeSpec
 from everstep.runtime.storage.history import Commit
+from everstep.runtime.storage.manifest import decode_manifest, digest
 from everstep.runtime.storage.posix import PosixStore
 from everstep.runtime.storage.reader import CheckpointReader
 from everstep.runtime.storage.tensors import stored_dtype
@@ -270,7 +272,7 @@ def swap(first: Path, second: Path) -> None:
 def test_a_manifest_of_a_newer_format_is_refused_and_says_so(saved: Saved, tmp_path: Path) -> None:
     store, folder = copy_of(saved, tmp_path)
     file = folder / "everstep.json"
-    file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":2'))
+    file.write_bytes(file.read_bytes().replace(b'"format":2', b'"format":3'))
     with pytest.raises(ManifestCorrupt, match="sha256"):
         CheckpointReader(store, saved.commit)
 
@@ -291,3 +293,26 @@ def test_a_run_begun_anew_in_the_same_folder_is_not_taken_for_the_old_one(tmp_pa
         commit = save(store, claimed(store), 1, tree, random_values(tree, seed))
         assert same_bits(load(store, commit), random_values(tree, seed))
         shutil.rmtree(tmp_path / "run")
+
+
+def test_a_manifest_of_format_1_reads_as_one_item() -> None:
+    old = {
+        "format": 1,
+        "step": 5,
+        "incarnation": 1,
+        "job_uid": "job-a",
+        "tree": {"leaves": [{"path": [["dict", "a"]], "kind": "array", "dtype": "int8"}]},
+        "arrays": ["a"],
+        "chunks": {"0": []},
+        "writers": [0, 1],
+        "files": {"everstep.part_0.json": "sha256:0"},
+        "extra": {"inline": "{}"},
+        "versions": {"everstep": "0.1"},
+    }
+    data = msgspec.json.encode(old)
+    manifest = decode_manifest(data, expected_digest=digest(data), where="run")
+    (item,) = manifest.items.values()
+    assert list(manifest.items) == ["state"]
+    assert (item.handler, item.arrays, item.writers) == ("pytree", ("a",), (0, 1))
+    assert item.tree.leaves[0].name == "['a']"
+    assert manifest.extra == {"inline": "{}"}

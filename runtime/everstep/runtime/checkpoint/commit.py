@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -21,12 +22,14 @@ from everstep.runtime.checkpoint.draft import array_plan
 from everstep.runtime.errors import Fenced, ManifestCorrupt, check
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
+from everstep.runtime.layout.scalars import with_values
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.storage import manifest as files
+from everstep.runtime.storage.chunks import Array
 from everstep.runtime.storage.history import Claim, Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.store import StorageMissing, Store
-from everstep.runtime.storage.tensors import Array, ArrayPlan, merge
+from everstep.runtime.storage.tensors import ArrayPlan, merge
 
 DRAFT_RECORD = "everstep.draft.json"
 MARKER_TEXT = b"Checkpoint commit was successful.\n"
@@ -84,6 +87,27 @@ def discard(store: Store, draft: str, *, ledger: RunLedger) -> None:
         store.delete_tree(draft)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeItem:
+    """An item of arrays: what it is of, and what each writer reported."""
+
+    tree: TreeSpec
+    parts: Sequence[tuple[int, Sequence[Region]]]
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Values of its Python scalars (`layout.scalars.inline_extra`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesItem:
+    """An item of files that a handler wrote into the draft, synced."""
+
+    handler: str
+    files: Mapping[str, str]
+    """Digest by path below the item's folder."""
+    orbax_handler: str | None = None
+    """Who reads it in Orbax; None: nobody does."""
+
+
 def commit(
     store: Store,
     ledger: RunLedger,
@@ -96,10 +120,7 @@ def commit(
     extra: Mapping[str, str],
     now_s: float,
 ) -> Commit:
-    """Make a draft the checkpoint of its step.
-
-    Idempotent: a step that this claim has committed is returned as it is. A commit of the same
-    step by an earlier claim is replaced, in the instant of the ledger's entry.
+    """Make a draft of one state the checkpoint of its step. See `commit_items`.
 
     Args:
         store: of the run.
@@ -111,6 +132,46 @@ def commit(
         parts: what each writer reported; must be what it recorded in the draft.
         extra: small things that travel with the step.
         now_s: Unix seconds.
+    """
+    return commit_items(
+        store,
+        ledger,
+        draft=draft,
+        step=step,
+        incarnation=incarnation,
+        items={files.STATE: TreeItem(tree=tree, parts=parts, extra=extra)},
+        extra=extra,
+        now_s=now_s,
+    )
+
+
+def commit_items(
+    store: Store,
+    ledger: RunLedger,
+    *,
+    draft: str,
+    step: Step,
+    incarnation: Incarnation,
+    items: Mapping[str, TreeItem | FilesItem],
+    extra: Mapping[str, str],
+    now_s: float,
+    custom: object = None,
+) -> Commit:
+    """Make a draft the checkpoint of its step.
+
+    Idempotent: a step that this claim has committed is returned as it is. A commit of the same
+    step by an earlier claim is replaced, in the instant of the ledger's entry.
+
+    Args:
+        store: of the run.
+        ledger: of the run, claimed by `incarnation`.
+        draft: from `begin`.
+        step: the step that was held.
+        incarnation: in whose name; must be the claimed one.
+        items: the named parts of the step; one at least.
+        extra: small things that travel with the step.
+        now_s: Unix seconds.
+        custom: what the user says of the step, as JSON; for Orbax's readers.
 
     Raises:
         NotCovered: the parts do not tile every leaf; names leaf, region and writers.
@@ -128,31 +189,32 @@ def commit(
             discard(store, draft, ledger=ledger)
         return existing
     contents: dict[str, bytes] = {DRAFT_RECORD: _read(store, draft, DRAFT_RECORD)}
-    records = _records(store, draft, tree, parts, contents)
-    chunks = _chunks(store, draft, tree, records)
-    check_coverage(draft, tree, chunks, [(record.writer, record.regions) for record in records])
-    layout = orbax.layout(tree, chunks, begun_s=now_s, committed_s=now_s)
-    names = orbax.array_names(tree)
-    arrays = store.location(f"{draft}/{files.ARRAYS}")
-    merge(
-        arrays,
-        [files.writer_folder(record.writer) for record in records],
-        [*_empty_arrays(tree, names, chunks), *_scalar_arrays(layout.scalars)],
-    )
-    contents.update(layout.files)
-    for name, data in layout.files.items():
-        store.write_durable(f"{draft}/{name}", data)
+    written: dict[str, bytes] = {}
+    digests: dict[str, str] = {}
+    manifests: dict[str, files.ItemManifest] = {}
+    handlers: dict[str, str] = {}
+    for name, item in items.items():
+        if isinstance(item, TreeItem):
+            manifests[name] = _join_tree(store, draft, name, item, contents, written)
+            handlers[name] = orbax.HANDLER
+        else:
+            manifests[name] = files.ItemManifest(handler=item.handler, files=tuple(item.files))
+            digests.update({f"{name}/{path}": digest for path, digest in item.files.items()})
+            if item.orbax_handler is not None:
+                handlers[name] = item.orbax_handler
+    written.update(orbax.step_files(handlers, begun_s=now_s, committed_s=now_s, custom=custom))
+    for path, data in written.items():
+        store.write_durable(f"{draft}/{path}", data)
+    contents.update(written)
+    digests.update({path: files.digest(data) for path, data in contents.items()})
     manifest = msgspec.json.encode(
         files.CheckpointManifest(
             format=files.FORMAT,
             step=step,
             incarnation=incarnation,
             job_uid=claim.job_uid,
-            tree=tree,
-            arrays=names,
-            chunks=chunks,
-            writers=tuple(record.writer for record in records),
-            files={name: files.digest(data) for name, data in sorted(contents.items())},
+            items=manifests,
+            files=dict(sorted(digests.items())),
             extra=dict(extra),
             versions={"everstep": __version__},
         )
@@ -170,6 +232,37 @@ def commit(
     )
 
 
+def _join_tree(
+    store: Store,
+    draft: str,
+    name: str,
+    item: TreeItem,
+    contents: dict[str, bytes],
+    written: dict[str, bytes],
+) -> files.ItemManifest:
+    """Make one database of what the writers wrote of an item, and note its small files."""
+    tree = item.tree
+    records = _records(store, draft, name, item, contents)
+    chunks = _chunks(store, draft, tree, records)
+    check_coverage(draft, tree, chunks, [(record.writer, record.regions) for record in records])
+    layout = orbax.layout(with_values(tree, item.extra), chunks)
+    names = orbax.array_names(tree)
+    merge(
+        store.location(f"{draft}/{name}"),
+        [files.writer_folder(record.writer) for record in records],
+        [*_empty_arrays(tree, names, chunks), *_scalar_arrays(layout.scalars)],
+    )
+    written.update({f"{name}/{path}": data for path, data in layout.files.items()})
+    return files.ItemManifest(
+        handler=files.PYTREE,
+        tree=tree,
+        arrays=names,
+        chunks=chunks,
+        writers=tuple(record.writer for record in records),
+        extra=dict(item.extra) if name != files.STATE else {},
+    )
+
+
 def _claim(store: Store, incarnation: Incarnation, ledger: RunLedger | None) -> Claim | None:
     if ledger is not None and ledger.own_claim is not None:
         claim = ledger.verify_claim()
@@ -184,17 +277,14 @@ def _claim(store: Store, incarnation: Incarnation, ledger: RunLedger | None) -> 
 
 
 def _records(
-    store: Store,
-    draft: str,
-    tree: TreeSpec,
-    parts: Sequence[tuple[int, Sequence[Region]]],
-    contents: dict[str, bytes],
+    store: Store, draft: str, item: str, of: TreeItem, contents: dict[str, bytes]
 ) -> list[files.PartRecord]:
     """The writers' own records, each compared with what was reported of it."""
     records: list[files.PartRecord] = []
     where = f"{store.uri}/{draft}"
-    for writer, regions in parts:
-        name = files.part_name(writer)
+    tree = of.tree
+    for writer, regions in of.parts:
+        name = files.part_name(writer, item)
         check(name not in contents, f"writer {writer} is twice in the parts of {draft}")
         contents[name] = _read(store, draft, name)
         record = files.decode_part(contents[name], where=where, name=name)

@@ -48,6 +48,7 @@ def write_regions(
     chunks: Mapping[int, Sequence[int]],
     regions: Sequence[Region],
     read: Callable[[Region], NDArray[Any]],
+    item: str = files.STATE,
 ) -> int:
     """Write regions of a held step, and last the record that says what was written.
 
@@ -59,6 +60,7 @@ def write_regions(
         chunks: chunk shape by leaf, the same for all writers.
         regions: made of whole chunks.
         read: gives a region's values, or a view that does not change before the return.
+        item: which named part of the step this is.
 
     Returns:
         Bytes of array data written.
@@ -79,7 +81,7 @@ def write_regions(
         _check_aligned(region.box, plans[region.leaf])
     total = sum(_size_bytes(region, plans) for region in regions)
     with PartWriter(
-        store.location(f"{draft}/{files.ARRAYS}"),
+        store.location(f"{draft}/{item}"),
         files.writer_folder(writer),
         file_bytes=min(max(total // 8, _FILE_BYTES[0]), _FILE_BYTES[1]),
         in_flight_bytes=IN_FLIGHT_BYTES,
@@ -99,8 +101,8 @@ def write_regions(
         crcs=tuple(tuple(row) for row in part.checksums(wanted)),
         bytes_written=total,
     )
-    store.settle(f"{draft}/{files.ARRAYS}")
-    store.write_durable(f"{draft}/{files.part_name(writer)}", msgspec.json.encode(record))
+    store.settle(f"{draft}/{item}")
+    store.write_durable(f"{draft}/{files.part_name(writer, item)}", msgspec.json.encode(record))
     return total
 
 

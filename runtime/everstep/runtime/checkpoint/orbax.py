@@ -20,7 +20,7 @@ from everstep.runtime.layout.scalars import decode_scalar
 from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
 
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
-ITEM = "state"
+JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
 INDICATOR = "orbax.checkpoint"
 MARKER = "commit_success.txt"
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -38,7 +38,7 @@ class ScalarArray:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrbaxFiles:
     files: dict[str, bytes]
-    """By path in the checkpoint's folder."""
+    """By path in the item's folder."""
     scalars: tuple[ScalarArray, ...]
 
 
@@ -74,10 +74,8 @@ def array_names(tree: TreeSpec) -> tuple[str | None, ...]:
     )
 
 
-def layout(
-    tree: TreeSpec, chunks: Mapping[int, Sequence[int]], *, begun_s: float, committed_s: float
-) -> OrbaxFiles:
-    """All files that make the arrays a checkpoint of Orbax, but the markers."""
+def layout(tree: TreeSpec, chunks: Mapping[int, Sequence[int]]) -> OrbaxFiles:
+    """The files that make one item's arrays a tree of Orbax, by path below the item."""
     keys = orbax_keys(tree)
     entries: dict[str, Any] = {}
     arrays: list[Any] = []
@@ -104,7 +102,7 @@ def layout(
             "value_metadata": value,
         }
     files = {
-        f"{ITEM}/_METADATA": _json(
+        "_METADATA": _json(
             {
                 "tree_metadata": entries,
                 "use_ocdbt": True,
@@ -113,22 +111,41 @@ def layout(
                 "custom_metadata": None,
             }
         ),
-        f"{ITEM}/array_metadatas/process_0": _json({"array_metadatas": arrays}),
+        "array_metadatas/process_0": _json({"array_metadatas": arrays}),
+    }
+    if strings:
+        files["_strings.json"] = _json(strings)
+    return OrbaxFiles(files=files, scalars=tuple(scalars))
+
+
+def step_files(
+    handlers: Mapping[str, str],
+    *,
+    begun_s: float,
+    committed_s: float,
+    custom: Any = None,
+) -> dict[str, bytes]:
+    """The files of a step beside its items, but the marker.
+
+    Args:
+        handlers: Orbax's handler by item, of those that it can read.
+        begun_s: Unix seconds.
+        committed_s: Unix seconds.
+        custom: what the user said of the step, as JSON.
+    """
+    return {
         "_CHECKPOINT_METADATA": _json(
             {
-                "item_handlers": {ITEM: HANDLER},
+                "item_handlers": dict(handlers),
                 "metrics": {},
                 "performance_metrics": {},
                 "init_timestamp_nsecs": int(begun_s * 1e9),
                 "commit_timestamp_nsecs": int(committed_s * 1e9),
-                "custom_metadata": {},
+                "custom_metadata": custom or {},
             }
         ),
         INDICATOR: b"",
     }
-    if strings:
-        files[f"{ITEM}/_strings.json"] = _json(strings)
-    return OrbaxFiles(files=files, scalars=tuple(scalars))
 
 
 _SCALARS: dict[type, str] = {

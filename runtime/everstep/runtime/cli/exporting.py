@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +17,8 @@ from everstep.runtime.cli.opened import ItemReader, leaf_bytes, spans
 from everstep.runtime.errors import StateRefused, StorageRefused
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
-from everstep.runtime.layout.scalars import encode_scalar, inline_values
-from everstep.runtime.layout.tree import LeafKind, TreeSpec
+from everstep.runtime.layout.scalars import inline_values, with_values
+from everstep.runtime.storage.manifest import STATE
 from everstep.runtime.storage.store import Store
 from everstep.runtime.storage.tensors import ArrayPlan, PartWriter, merge
 
@@ -183,10 +182,12 @@ def export_orbax(
         for index, leaf in enumerate(tree.leaves)
         if leaf.is_stored_as_bytes
     }
-    layout = orbax.layout(
-        _with_values(reader), chunks, begun_s=committed_s, committed_s=committed_s
+    layout = orbax.layout(with_values(tree, reader.extra), chunks)
+    small_files = {f"{STATE}/{path}": data for path, data in layout.files.items()}
+    small_files |= orbax.step_files(
+        {STATE: orbax.HANDLER}, begun_s=committed_s, committed_s=committed_s
     )
-    arrays = store.location(f"{folder}/{orbax.ITEM}")
+    arrays = store.location(f"{folder}/{STATE}")
     try:
         part = PartWriter(arrays, "ocdbt.process_0", file_bytes=_FILE_BYTES)
         small: list[tuple[ArrayPlan, NDArray[Any]]] = [
@@ -211,24 +212,10 @@ def export_orbax(
                 advance(out.nbytes)
         has_part = any(leaf.is_stored_as_bytes and 0 not in leaf.shape for leaf in tree.leaves)
         merge(arrays, ["ocdbt.process_0"] if has_part else [], small)
-        for name, data in layout.files.items():
+        for name, data in small_files.items():
             store.write_durable(f"{folder}/{name}", data)
         store.settle(folder)
         store.write_durable(f"{folder}/{orbax.MARKER}", b"Checkpoint commit was successful.\n")
     except BaseException:
         store.delete_tree(folder)
         raise
-
-
-def _with_values(reader: ItemReader) -> TreeSpec:
-    """The tree with the step's own values of Python scalars."""
-    values = inline_values(reader.tree, reader.extra)
-    return msgspec.structs.replace(
-        reader.tree,
-        leaves=tuple(
-            msgspec.structs.replace(leaf, value=encode_scalar(values[index]))
-            if leaf.kind is LeafKind.SCALAR
-            else leaf
-            for index, leaf in enumerate(reader.tree.leaves)
-        ),
-    )

@@ -100,3 +100,20 @@ def inline_values(tree: TreeSpec, extra: Mapping[str, str]) -> dict[int, Scalar]
             raise ManifestCorrupt("inline values", leaf.name, leaf.dtype, "nothing")
         values[index] = decode_scalar(leaf.dtype, text)
     return values
+
+
+def with_values(tree: TreeSpec, extra: Mapping[str, str]) -> TreeSpec:
+    """The tree of a saved step with that step's own values of Python scalars.
+
+    Raises:
+        ManifestCorrupt: as `inline_values`.
+    """
+    values = inline_values(tree, extra)
+    return TreeSpec(
+        leaves=tuple(
+            msgspec.structs.replace(leaf, value=encode_scalar(values[index]))
+            if index in values
+            else leaf
+            for index, leaf in enumerate(tree.leaves)
+        )
+    )

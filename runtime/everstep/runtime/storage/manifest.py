@@ -15,14 +15,18 @@ from everstep.runtime.errors import ManifestCorrupt
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)
 MANIFEST = "everstep.json"
-ARRAYS = "state"
-"""Folder of the arrays in a checkpoint; Orbax's name for the item."""
+STATE = "state"
+"""Name of the only item where the user gave one tree; Orbax's word for a named part of a step."""
+PYTREE = "pytree"
+"""Handler of an item of arrays."""
 
 
-def part_name(writer: int) -> str:
-    return f"everstep.part_{writer}.json"
+def part_name(writer: int, item: str = STATE) -> str:
+    """File of what one writer wrote of an item. Those of `state` are as in format 1."""
+    return f"everstep.part_{writer}.json" if item == STATE else f"everstep.{item}_{writer}.json"
 
 
 def writer_folder(writer: int) -> str:
@@ -42,6 +46,22 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written: int
 
 
+class ItemManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One named part of a step: arrays in a tree, or files that a handler wrote."""
+
+    handler: str
+    """`PYTREE`, or the name of what wrote the files."""
+    tree: TreeSpec = TreeSpec(leaves=())
+    arrays: tuple[str | None, ...] = ()
+    """Name of each leaf's array; None for a leaf without bytes."""
+    chunks: dict[int, tuple[int, ...]] = {}
+    writers: tuple[int, ...] = ()
+    files: tuple[str, ...] = ()
+    """Of a handler, by path below the item's folder."""
+    extra: dict[str, str] = {}
+    """Values of its Python scalars, where they are not in the step's `extra`."""
+
+
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`everstep.json`. Its digest is in the ledger's entry."""
 
@@ -49,15 +69,50 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     step: Step
     incarnation: Incarnation
     job_uid: str
-    tree: TreeSpec
-    arrays: tuple[str | None, ...]
-    """Name of each leaf's array; None for a leaf without bytes."""
-    chunks: dict[int, tuple[int, ...]]
-    writers: tuple[int, ...]
+    items: dict[str, ItemManifest]
     files: dict[str, str]
     """Digest of every small file of the checkpoint, by path in its folder."""
     extra: dict[str, str]
     versions: dict[str, str]
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class _Manifest1(msgspec.Struct, frozen=True, kw_only=True):
+    """Format 1 had one item."""
+
+    format: int
+    step: Step
+    incarnation: Incarnation
+    job_uid: str
+    tree: TreeSpec
+    arrays: tuple[str | None, ...]
+    chunks: dict[int, tuple[int, ...]]
+    writers: tuple[int, ...]
+    files: dict[str, str]
+    extra: dict[str, str]
+    versions: dict[str, str]
+
+    def as_newest(self) -> CheckpointManifest:
+        item = ItemManifest(
+            handler=PYTREE,
+            tree=self.tree,
+            arrays=self.arrays,
+            chunks=self.chunks,
+            writers=self.writers,
+        )
+        return CheckpointManifest(
+            format=self.format,
+            step=self.step,
+            incarnation=self.incarnation,
+            job_uid=self.job_uid,
+            items={STATE: item},
+            files=self.files,
+            extra=self.extra,
+            versions=self.versions,
+        )
 
 
 def digest(data: bytes) -> str:
@@ -74,12 +129,16 @@ def decode_manifest(data: bytes, *, expected_digest: str, where: str) -> Checkpo
     if found != expected_digest:
         raise ManifestCorrupt(where, MANIFEST, expected_digest, found)
     try:
-        manifest = msgspec.json.decode(data, type=CheckpointManifest)
+        number = msgspec.json.decode(data, type=_Format).format
+        if number not in _READABLE:
+            raise ManifestCorrupt(
+                where, MANIFEST, f"format {FORMAT} at most", f"format {number}, of a newer version"
+            )
+        if number == 1:
+            return msgspec.json.decode(data, type=_Manifest1).as_newest()
+        return msgspec.json.decode(data, type=CheckpointManifest)
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(where, MANIFEST, "a manifest", str(error)) from error
-    if manifest.format != FORMAT:
-        raise ManifestCorrupt(where, MANIFEST, f"format {FORMAT}", f"format {manifest.format}")
-    return manifest
 
 
 def decode_part(data: bytes, *, where: str, name: str) -> PartRecord:

@@ -29,44 +29,44 @@ class CheckpointReader:
     against the digest in the ledger, every chunk against the checksum noted when it was written.
     """
 
-    def __init__(self, store: Store, commit: Commit) -> None:
-        """Open, and verify all small files.
+    def __init__(self, store: Store, commit: Commit, item: str = files.STATE) -> None:
+        """Open one item of a checkpoint, and verify its small files.
 
         Raises:
+            KeyError: the step has no item of this name.
             ManifestCorrupt: a file is missing, or is not what was committed.
             ChecksumMismatch: a small file was altered.
             StorageUnavailable: storage did not answer; that says nothing about the checkpoint.
         """
         self._store = store
         self.commit = commit
+        self.item = item
         self.where = f"{store.uri}/{commit.folder}"
-        manifest = files.decode_manifest(
-            self._small(files.MANIFEST), expected_digest=commit.digest, where=self.where
-        )
-        contents = {name: self._small(name) for name in manifest.files}
-        for name, expected in manifest.files.items():
-            found = files.digest(contents[name])
-            if found != expected:
-                raise ChecksumMismatch(self.where, name, expected, found)
-        self.manifest = manifest
+        self.manifest = read_manifest(store, commit)
+        self._item = self.manifest.items[item]
+        contents = {
+            name: self._verified(name)
+            for name in self.manifest.files
+            if _belongs(name, item, self.manifest)
+        }
         self._crcs: dict[int, dict[tuple[int, ...], int]] = {}
-        for writer in manifest.writers:
-            name = files.part_name(writer)
+        for writer in self._item.writers:
+            name = files.part_name(writer, item)
             self._note_checksums(files.decode_part(contents[name], where=self.where, name=name))
-        self._arrays = ArrayReader(store.location(f"{commit.folder}/{files.ARRAYS}"))
+        self._arrays = ArrayReader(store.location(f"{commit.folder}/{item}"))
 
     @property
     def tree(self) -> TreeSpec:
-        return self.manifest.tree
+        return self._item.tree
 
     @property
     def extra(self) -> Mapping[str, str]:
-        return self.manifest.extra
+        return self.manifest.extra | self._item.extra
 
     @property
     def chunks(self) -> Mapping[int, tuple[int, ...]]:
         """Chunk shape by leaf: reads along its borders touch no byte too many."""
-        return self.manifest.chunks
+        return self._item.chunks
 
     def read_into(self, leaf: int, box: Box, out: Array) -> None:
         """Read one region. See `read_many`."""
@@ -102,12 +102,12 @@ class CheckpointReader:
 
     def plan(self, leaf: int) -> ArrayPlan:
         """How a leaf's array is stored."""
-        name = self.manifest.arrays[leaf]
+        name = self._item.arrays[leaf]
         spec = self.tree.leaves[leaf]
-        if name is None or leaf not in self.manifest.chunks:
+        if name is None or leaf not in self._item.chunks:
             raise ManifestCorrupt(self.where, spec.name, "an array", "no array")
         return ArrayPlan(
-            name=name, dtype=spec.dtype, shape=spec.shape, chunk=self.manifest.chunks[leaf]
+            name=name, dtype=spec.dtype, shape=spec.shape, chunk=self._item.chunks[leaf]
         )
 
     def _read(self, region: Region, out: Array) -> ArrayRead:
@@ -129,19 +129,71 @@ class CheckpointReader:
     def _note_checksums(self, part: files.PartRecord) -> None:
         for region, crcs in zip(part.regions, part.crcs, strict=True):
             noted = self._crcs.setdefault(region.leaf, {})
-            noted.update(
-                zip(cells(region.box, self.manifest.chunks[region.leaf]), crcs, strict=True)
-            )
+            noted.update(zip(cells(region.box, self._item.chunks[region.leaf]), crcs, strict=True))
 
-    def _small(self, name: str) -> bytes:
-        try:
-            return self._store.read(f"{self.commit.folder}/{name}")
-        except StorageMissing as error:
-            raise ManifestCorrupt(self.where, name, "a file", "nothing") from error
+    def _verified(self, name: str) -> bytes:
+        return _verified(self._store, self.commit, self.where, self.manifest, name)
 
     def _describe(self, region: Region) -> str:
         name = self.tree.leaves[region.leaf].name
         return f"{name} region {list(region.box.start)} to {list(region.box.stop)}"
+
+
+def read_manifest(store: Store, commit: Commit) -> files.CheckpointManifest:
+    """What a step is made of.
+
+    Raises:
+        ManifestCorrupt: the file is missing, or is not what was committed.
+    """
+    where = f"{store.uri}/{commit.folder}"
+    data = _small(store, commit, where, files.MANIFEST)
+    return files.decode_manifest(data, expected_digest=commit.digest, where=where)
+
+
+def read_item_file(
+    store: Store, commit: Commit, manifest: files.CheckpointManifest, item: str, path: str
+) -> bytes:
+    """One file of an item that a handler wrote, verified.
+
+    Raises:
+        KeyError: the item has no such file.
+        ManifestCorrupt, ChecksumMismatch: it is not what was committed.
+    """
+    name = f"{item}/{path}"
+    if name not in manifest.files:
+        raise KeyError(name)
+    return _verified(store, commit, f"{store.uri}/{commit.folder}", manifest, name)
+
+
+def _verified(
+    store: Store, commit: Commit, where: str, manifest: files.CheckpointManifest, name: str
+) -> bytes:
+    data = _small(store, commit, where, name)
+    found = files.digest(data)
+    if found != manifest.files[name]:
+        raise ChecksumMismatch(where, name, manifest.files[name], found)
+    return data
+
+
+def _small(store: Store, commit: Commit, where: str, name: str) -> bytes:
+    try:
+        return store.read(f"{commit.folder}/{name}")
+    except StorageMissing as error:
+        raise ManifestCorrupt(where, name, "a file", "nothing") from error
+
+
+def _belongs(name: str, item: str, manifest: files.CheckpointManifest) -> bool:
+    """Whether a small file is one item's own, or of the step as a whole."""
+    others = {
+        *(f"{other}/" for other in manifest.items if other != item),
+        *(
+            files.part_name(writer, other)
+            for other, one in manifest.items.items()
+            if other != item
+            for writer in one.writers
+        ),
+    }
+    return not any(name == other or name.startswith(other) for other in others)
 
 
 def read_leaf(reader: CheckpointReader, leaf: int) -> Array:
