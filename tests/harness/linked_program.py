@@ -44,7 +44,8 @@ from everstep.runtime.agent.link import (
     Word,
     WorkerPhase,
 )
-from everstep.runtime.agent.zygote import prepare_worker_signals, serve
+from everstep.runtime.agent.signals import pass_by_in_worker
+from everstep.runtime.agent.zygote import serve
 from everstep.runtime.layout.boxes import Box
 from everstep.runtime.layout.manifest import Plot, Region, Shard
 from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
@@ -268,7 +269,7 @@ def main() -> None:
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     if ENV_ZYGOTE_FD in os.environ:
         serve(int(os.environ[ENV_ZYGOTE_FD]), enter=enter)
-    prepare_worker_signals()
+    pass_by_in_worker()
     enter(socket.socket(fileno=int(os.environ[ENV_LINK_FD])), -1, [])
 
 

@@ -25,7 +25,8 @@ HOSTS = (host(0), host(1))
 BEHIND_A_SHELL = ("sh", "-c", f"{shlex.join(PROGRAM)}; echo done")
 PROLOGUE = (
     "import runpy, signal, sys; "
-    "signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3)); "
+    "signal.signal("
+    "signal.SIGTERM, lambda number, frame: (sys.stderr.write('handled\\n'), sys.exit(3))); "
     f"runpy.run_path({PROGRAM[1]!r}, run_name='__main__')"
 )
 WITH_A_HANDLER = (PROGRAM[0], "-c", PROLOGUE)
@@ -76,6 +77,32 @@ def test_a_notice_is_heard_whatever_stands_before_the_program(
     # 128 + SIGTERM: it was told to go, it did not fail.
     assert rig.agents[host(1)].wait(10) == 128 + signal.SIGTERM
     rig.wait_running(host(0), incarnation=2)
+
+
+@pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "fresh"])
+def test_a_signal_to_the_program_itself_calls_its_handler_and_ends_nothing(
+    rig: Rig, is_forked: bool
+) -> None:
+    rig.command = WITH_A_HANDLER
+    if not is_forked:
+        rig.environment["FAULT"] = "thread"
+    rig.start(*HOSTS)
+    rig.direct(1, {0: 1, 1: 1})
+    rig.wait_running(*HOSTS, incarnation=1)
+    worker = rig.worker(host(1))
+    handled: list[str] = []
+    for _ in range(2):
+        worker.send_signal(signal.SIGTERM)
+        handled.append("handled")
+        wait_for(
+            lambda: [line for line in rig.logs().splitlines() if line == "handled"] == handled,
+            what="the handler to be called",
+        )
+    step = rig.wait(host(1), lambda r: r.step > 0).step
+    report = rig.wait(host(1), lambda r: r.step > step + 2)
+    assert report.exit is None
+    assert report.notice is None, "the agent alone hears of notices"
+    assert "the program's handler of SIGTERM raised SystemExit: 3" in rig.logs()
 
 
 def test_a_killed_agent_takes_the_program_behind_a_shell_with_it(rig: Rig) -> None:

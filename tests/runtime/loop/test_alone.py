@@ -26,6 +26,43 @@ PROGRAM = (
 )
 
 
+WITH_HANDLERS = """
+import signal
+import sys
+import everstep.runtime as es
+from everstep.runtime.examples import tiny
+
+
+def handler_of(name):
+    def handle(number, frame):
+        print(f"{name} was called", file=sys.stderr, flush=True)
+        if "leaves" in name:
+            sys.exit(3)
+
+    return handle
+
+
+def train(run):
+    steps = run.steps
+
+    def with_handler_in_a_step(count):
+        for step in steps(count):
+            if step == 5 and "step" in sys.argv[1]:
+                signal.signal(signal.SIGTERM, handler_of(sys.argv[1]))
+            yield step
+
+    run.steps = with_handler_in_a_step
+    if "train" in sys.argv[1]:
+        signal.signal(signal.SIGTERM, handler_of(sys.argv[1]))
+    tiny.train(run)
+
+
+if "before" in sys.argv[1]:
+    signal.signal(signal.SIGTERM, handler_of(sys.argv[1]))
+es.main(train, every_steps=10)
+"""
+
+
 @dataclass
 class Alone:
     """Runs of the tiny example over one folder."""
@@ -34,7 +71,7 @@ class Alone:
     compiled: Path
     running: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
 
-    def start(self, **settings: object) -> subprocess.Popen[str]:
+    def start(self, *program: str, **settings: object) -> subprocess.Popen[str]:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "2",
@@ -43,7 +80,7 @@ class Alone:
             **{name: str(value) for name, value in settings.items()},
         }
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", *(program or (PROGRAM,))],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,6 +162,42 @@ def test_a_signal_holds_the_step_under_way_and_says_so(
     code, errors = alone.run(STEPS=35)
     assert code == 0, errors
     assert alone.newest() == undisturbed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["before es.main, and leaves", "within train, and leaves", "within a step", "before and train"],
+)
+def test_a_handler_of_the_programs_own_is_called_and_the_step_is_held_all_the_same(
+    name: str, alone: Alone
+) -> None:
+    process = alone.start(WITH_HANDLERS, name, STEPS=35, STEP_S="0.2")
+    wait_for(lambda: alone.folder.exists() and alone.steps(), what="a checkpoint", timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert errors.count(f"{name} was called") == 1
+    held = alone.steps()[-1]
+    assert f"step {held} is saved" in errors
+    assert held % 10, "a step of its own, not the last due one"
+
+
+def test_a_second_signal_ends_a_step_that_never_does(alone: Alone) -> None:
+    process = alone.start(
+        WITH_HANDLERS, "within train", STEPS=35, FAULT="hang", FAULT_STEP=11, FAULT_RANK=0
+    )
+    wait_for(lambda: alone.folder.exists() and alone.steps(), what="a checkpoint", timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    errors = [process.stderr.readline()]
+    while "was called" not in errors[-1]:
+        assert errors[-1], errors
+        errors.append(process.stderr.readline())
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, rest
+    assert "within train was called" in rest
+    assert alone.steps() == [10]
 
 
 def test_a_failed_save_is_raised_at_a_later_step_with_its_step(alone: Alone) -> None:

@@ -17,8 +17,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -26,6 +25,7 @@ import msgspec
 from everstep.runtime.agent.frames import DESCRIPTORS_MAX, LinkClosed, receive, send
 from everstep.runtime.agent.link import ENV_ZYGOTE_FD
 from everstep.runtime.agent.process import die_with_parent, thread_names
+from everstep.runtime.agent.signals import SIGNALS, pass_by_in_worker
 
 Enter = Callable[[socket.socket, int, list[int]], NoReturn]
 """What a new worker runs: its end of the link, the control block, the own slots."""
@@ -83,29 +83,6 @@ def why_not_forkable() -> str | None:
     return None
 
 
-def prepare_worker_signals() -> None:
-    """Let SIGTERM and SIGINT pass without effect in a worker.
-
-    They arrive when a whole process group is signalled. The agent is the one who acts on a notice;
-    the worker is told by the control block. Processes that the user's program forks (data loaders)
-    get the default back, because `Process.terminate` must work on them.
-    """
-
-    def pass_by(_number: int, _frame: FrameType | None) -> None:
-        return
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_by)
-
-    worker_pid = os.getpid()
-
-    def restore() -> None:
-        if os.getpid() != worker_pid and signal.getsignal(signal.SIGTERM) is pass_by:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    os.register_at_fork(after_in_child=restore)
-
-
 def serve(fd: int, *, enter: Enter) -> NoReturn:
     """Fork workers as the agent asks, until the agent ends.
 
@@ -119,12 +96,12 @@ def serve(fd: int, *, enter: Enter) -> NoReturn:
     # hands it on. The end of the socket is the same news once more.
     die_with_parent(os.getppid())
     os.environ.pop(ENV_ZYGOTE_FD, None)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    # What the program set at import is for its workers.
+    programs = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     with contextlib.suppress(LinkClosed):
-        _Zygote(sock, enter).run()
+        _Zygote(sock, enter, programs).run()
     _leave(0)
 
 
@@ -135,9 +112,13 @@ def _leave(code: int) -> NoReturn:
 
 
 class _Zygote:
-    def __init__(self, sock: socket.socket, enter: Enter) -> None:
+    def __init__(
+        self, sock: socket.socket, enter: Enter, programs: Mapping[signal.Signals, object]
+    ) -> None:
         self._sock = sock
         self._enter = enter
+        self._programs = programs
+        """Handlers of signals that the program set at import."""
         self._workers: dict[int, int] = {}
         """pidfd → pid."""
         self._selector = selectors.DefaultSelector()
@@ -189,7 +170,7 @@ class _Zygote:
             self._sock.close()
             for pidfd in self._workers:
                 os.close(pidfd)
-            prepare_worker_signals()
+            pass_by_in_worker(self._programs)
             self._enter(socket.socket(fileno=link_fd), control_fd, slots)
         except BaseException as error:  # noqa: BLE001
             # Nothing of the zygote's own stack may go on in the worker, whatever was raised.

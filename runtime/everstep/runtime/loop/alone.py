@@ -7,17 +7,14 @@ such a folder over, and go on from its newest step.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from everstep.controller.api.ids import Step
 from everstep.runtime.agent.control import ControlBlock, create_control_file
 from everstep.runtime.agent.link import EXIT_CODES, EndKind, HoldKind, Word
+from everstep.runtime.agent.signals import ProgramSignals
 from everstep.runtime.clock import SystemClock
 from everstep.runtime.errors import ConfigurationError, EverstepError
 from everstep.runtime.loop.compiled import keep_compiled
@@ -37,21 +34,24 @@ def run_alone(train: Callable[[Run], object], options: Options) -> int:
     control.write(Word.SNAPSHOT_EVERY, options.every_steps)
     uri = str(Path(options.checkpoints_alone.removeprefix("file://")).absolute())
     keep_compiled(compiled_folder())
-    signals = _Signals(control)
+    asked = _Asked(control)
+    signals = ProgramSignals(asked.hear)
     error: BaseException | None = None
     run: Run | None = None
     try:
         keeper = FolderKeeper(uri, SystemClock())
         try:
             run = Run(keeper.facts, control, keeper, seed=options.seed)
-            with signals:
-                train(run)
-                run.finish()
+            signals.open()
+            train(run)
+            run.finish()
         finally:
+            # Still heard while the last step is being written.
             keeper.close()
+            signals.close()
     except BaseException as raised:  # noqa: BLE001 - whatever it was, it is judged and said.
         error = raised
-    return _conclude(error, run, signals.received)
+    return _conclude(error, run, asked.number)
 
 
 def _make_control() -> ControlBlock:
@@ -84,28 +84,18 @@ def _conclude(error: BaseException | None, run: Run | None, received: int | None
     return EXIT_CODES[verdict.kind]
 
 
-class _Signals:
-    """While open, the first SIGINT or SIGTERM asks to hold the step under way and leave."""
+class _Asked:
+    """The first SIGINT or SIGTERM asks to hold the step under way and leave."""
 
     def __init__(self, control: ControlBlock) -> None:
         self._control = control
-        self._before: dict[signal.Signals, Any] = {}
-        self.received: int | None = None
+        self.number: int | None = None
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
+    def hear(self, number: int) -> None:
         done = self._control.read(Word.STEP_DONE)
-        if self.received is not None or done < 0:
+        if self.number is not None or done < 0:
             # Asked twice, or there is no state yet that could be held.
             raise SystemExit(128 + number)
-        self.received = number
+        self.number = number
         self._control.write(Word.HOLD_KIND, HoldKind.LEAVE)
         self._control.write(Word.HOLD_AFTER, done + 1)

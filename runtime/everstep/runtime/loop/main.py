@@ -58,10 +58,10 @@ def _serve_forks(train: Callable[..., object], fd: int, options: Options) -> NoR
 
 
 def _be_worker(train: Callable[..., object], fd: int, options: Options) -> NoReturn:
-    from everstep.runtime.agent.zygote import prepare_worker_signals
+    from everstep.runtime.agent.signals import pass_by_in_worker
     from everstep.runtime.loop.worker import run_worker
 
-    prepare_worker_signals()
+    pass_by_in_worker()
     os.set_inheritable(fd, False)
     run_worker(train, socket.socket(fileno=fd), options=options)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from everstep.controller.api.ids import Incarnation, Step
+from everstep.runtime.agent import signals
 from everstep.runtime.agent.control import ControlBlock
 from everstep.runtime.agent.link import HoldKind, Word, WorkerPhase
 from everstep.runtime.errors import ConfigurationError
@@ -175,6 +176,7 @@ class Run:
                     "run.step_done(step, state) at the end of every step",
                 )
             self._step_started = step + 1
+            signals.adopt()
             self._control.write(Word.STEP_STARTED, step + 1)
             yield step
 
