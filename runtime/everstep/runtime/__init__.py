@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from everstep.runtime._version import __version__
 
 if TYPE_CHECKING:
+    from everstep.runtime.engine.checkpoints import Checkpoints, Retention, StepMetadata
+    from everstep.runtime.engine.parts import Json, PartFiles, PartHandler, Parts
+    from everstep.runtime.engine.saving import CheckpointFailed, Saved
     from everstep.runtime.errors import (
         ConfigurationError,
         EverstepError,
@@ -25,15 +28,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "CheckpointFailed",
+    "Checkpoints",
     "ConfigurationError",
     "Dataset",
     "EverstepError",
     "IndexedDataset",
     "Infeasible",
+    "Json",
     "Leave",
+    "PartFiles",
+    "PartHandler",
+    "Parts",
+    "Retention",
     "Run",
+    "Saved",
     "ShuffledIndices",
     "StateRefused",
+    "StepMetadata",
     "__version__",
     "main",
     "ordered_step",
@@ -41,15 +53,24 @@ __all__ = [
 
 _HOMES = {
     "Batch": "loop.data",
+    "CheckpointFailed": "engine.saving",
+    "Checkpoints": "engine.checkpoints",
     "ConfigurationError": "errors",
     "Dataset": "loop.data",
     "EverstepError": "errors",
     "IndexedDataset": "loop.data",
     "Infeasible": "errors",
+    "Json": "engine.parts",
     "Leave": "loop.ending",
+    "PartFiles": "engine.parts",
+    "PartHandler": "engine.parts",
+    "Parts": "engine.parts",
+    "Retention": "engine.checkpoints",
     "Run": "loop.run",
+    "Saved": "engine.saving",
     "ShuffledIndices": "loop.data",
     "StateRefused": "errors",
+    "StepMetadata": "engine.checkpoints",
     "main": "loop.main",
     "ordered_step": "loop.reduction",
 }

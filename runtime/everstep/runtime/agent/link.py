@@ -79,6 +79,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     uri: str
     """Of the run's folder."""
     step: Step
+    item: str = "state"
+    """Which named part of the step."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):

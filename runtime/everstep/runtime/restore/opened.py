@@ -26,6 +26,9 @@ class StoredStep(Protocol):
     @property
     def step(self) -> Step: ...
 
+    @property
+    def item(self) -> str: ...
+
 
 class RestoreOrder(Protocol):
     """The part of `agent.link.Assignment` that says what to restore and from where."""
@@ -155,7 +158,7 @@ class _Storage:
             commits = [c for c in ledger.commits() if c.step == self._stored.step]
             if not commits:
                 raise CheckpointInvalid(self.name, "the ledger", "a commit of this step", "none")
-            reader = CheckpointReader(store, commits[-1])
+            reader = CheckpointReader(store, commits[-1], self._stored.item)
             if self.expected is not None:
                 found, expected = reader.tree.fingerprint, self.expected.fingerprint
                 if found != expected:

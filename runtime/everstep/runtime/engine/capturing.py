@@ -1,0 +1,115 @@
+"""Copies of states in host memory that is used again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.runtime.engine.saving import CapturedTree
+from everstep.runtime.engine.state import flatten, reflatten
+from everstep.runtime.errors import StateRefused, StorageUnavailable
+from everstep.runtime.layout.flat import FlatState
+from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
+from everstep.runtime.snapshot.regions import shard_array
+
+COPIES_MAX = 2
+"""So many copies of a state at most: one being written, one just taken. The second is made only
+when a save comes before the one before it is written."""
+
+Planned = tuple[FlatState, CapturePlan]
+
+
+class Capturer:
+    """The plans and the memory of the captures of one `Checkpoints`."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._before: dict[str, FlatState] = {}
+        self._plans: dict[str, CapturePlan] = {}
+        self._layouts: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._free: list[dict[str, NDArray[np.uint8]]] = []
+        self._in_use = 0
+
+    def flatten(self, trees: Mapping[str, Any]) -> dict[str, Planned]:
+        """Name every leaf and plan its copy; nothing is copied yet.
+
+        Raises:
+            StateRefused: names every leaf that cannot be stored.
+        """
+        return {name: self._planned(name, tree) for name, tree in trees.items()}
+
+    def _planned(self, name: str, tree: Any) -> Planned:
+        before, plan = self._before.get(name), self._plans.get(name)
+        if before is not None and plan is not None:
+            try:
+                flat = reflatten(tree, before)
+                plan.check_layout(flat)
+            except (StateRefused, PlotOutdated):
+                pass  # Another tree, or another layout: planned anew, and refused there if it must.
+            else:
+                return flat, plan
+        flat = flatten(tree)
+        plan = CapturePlan(flat)
+        self._before[name], self._plans[name] = flat.without_values(), plan
+        self._layouts[name] = self._layouts.get(name, -1) + 1
+        return flat, plan
+
+    def capture(
+        self, flats: Mapping[str, Planned]
+    ) -> tuple[dict[str, CapturedTree], Callable[[], None]]:
+        """Copy planned trees; the copies, and what gives their memory back.
+
+        Blocking: for the copy, and until a copy's memory is free.
+        """
+        sizes = {name: plan.plot.size_bytes for name, (_, plan) in flats.items()}
+        memories = self._take(sizes)
+        try:
+            for name, (flat, plan) in flats.items():
+                memory = memories[name]
+                plot = plan.plot
+                plan.capture(flat, [shard_array(memory, plot.tree, s) for s in plot.shards])
+        except BaseException:
+            self._give(memories)
+            raise
+        captured = {
+            name: CapturedTree(
+                tree=flat.tree,
+                plot=plan.plot,
+                memory=memories[name],
+                layout=self._layouts[name],
+            )
+            for name, (flat, plan) in flats.items()
+        }
+        return captured, lambda: self._give(memories)
+
+    def _take(self, sizes: Mapping[str, int]) -> dict[str, NDArray[np.uint8]]:
+        with self._changed:
+            if not self._free and self._in_use >= COPIES_MAX:
+                if not self._changed.wait_for(lambda: bool(self._free), self._deadline_s):
+                    raise StorageUnavailable(
+                        f"storage took more than {self._deadline_s:g} s for {COPIES_MAX} steps"
+                    )
+            found = self._free.pop() if self._free else {}
+            self._in_use += 1
+        kept = {name: found[name] for name, size in sizes.items() if _fits(found.get(name), size)}
+        # What is of no use any more is given up before anything new is asked for.
+        found.clear()
+        for name, size in sizes.items():
+            if name not in kept:
+                kept[name] = np.empty(size, np.uint8)
+        return kept
+
+    def _give(self, memories: dict[str, NDArray[np.uint8]]) -> None:
+        with self._changed:
+            self._free.append(memories)
+            self._in_use -= 1
+            self._changed.notify()
+
+
+def _fits(memory: NDArray[np.uint8] | None, size: int) -> bool:
+    return memory is not None and memory.size == size
