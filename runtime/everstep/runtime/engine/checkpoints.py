@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,8 +134,7 @@ class Checkpoints:
         self._step_last: int | None = None
         self._pid = os.getpid()
         self._is_closed = False
-        self._at_exit = weakref.WeakMethod(self._finish_at_exit)
-        atexit.register(_call, self._at_exit)
+        _call_at_exit(weakref.WeakMethod(self._finish_at_exit))
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +293,6 @@ class Checkpoints:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(_call)
         if self._writer is not None and os.getpid() == self._pid:
             self._writer.close(self._deadline_s)
         self._raise_failures()
@@ -369,6 +368,16 @@ class Checkpoints:
         for saved in self._unsettled:
             if saved.failure is not None and not saved.was_told:
                 log.error("%s", saved.failure)
+
+
+def _call_at_exit(method: weakref.WeakMethod[Any]) -> None:
+    """Call a method when the program ends, while threads can still be started.
+
+    `atexit` comes after Python has shut its thread pools, with which storage is written; what its
+    own pools use to be told before that has no public name.
+    """
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_call, method)
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

@@ -41,6 +41,10 @@ class Order:
     holdings: tuple[Holding, ...] = ()
 
 
+class PartMissing(ConfigurationError):
+    """A step has no part of this name."""
+
+
 def restore_parts(
     like: Any,
     commits: Sequence[Commit],
@@ -76,6 +80,7 @@ def restore_parts(
     steps = _agree(channel, f"{key}/steps", sorted(by_step), deadline_s)
     if not steps:
         raise ConfigurationError("step", wanted or "none", f"a committed step of {uri}")
+    lacking: PartMissing | None = None
     for attempt, step in enumerate(steps):
         failure: CheckpointInvalid | None = None
         restored: Any = None
@@ -83,6 +88,13 @@ def restore_parts(
             if step not in by_step:
                 raise CheckpointInvalid(f"step {step}", "the ledger", "a commit", "none here")
             restored = _restore_one(like, by_step[step], uri, store, channel, memory_bytes)
+        except PartMissing as error:
+            if wanted is not None or step == steps[-1]:
+                _tell(channel, f"{key}/{attempt}", f"{_STOP}{error}")
+                raise lacking or error from None
+            # A part may have a cadence of its own: an older step has it.
+            lacking = lacking or error
+            failure = CheckpointInvalid(f"step {step}", "the parts", error.field, "not saved")
         except CheckpointInvalid as error:
             failure = error
         except EverstepError as error:
@@ -92,7 +104,8 @@ def restore_parts(
         why = _hear_all(channel, f"{key}/{attempt}", failure, deadline_s)
         if why is None:
             return restored
-        log.warning("step %d is passed over: %s", step, why)
+        if lacking is None:
+            log.warning("step %d is passed over: %s", step, why)
         tried.append(f"step {step}: {why}")
     raise CheckpointInvalid(uri, "every step", "one that can be read", "; ".join(tried) or "none")
 
@@ -106,7 +119,7 @@ def _restore_one(
         item = manifest.items.get(name)
         if item is None:
             have = ", ".join(manifest.items)
-            raise ConfigurationError("part", name, f"one of step {commit.step}: {have}")
+            raise PartMissing(f"part {name}", "nothing", f"one of step {commit.step}: {have}")
         if item.handler == PYTREE:
             order = Order(
                 incarnation=commit.incarnation,
