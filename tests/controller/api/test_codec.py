@@ -26,7 +26,8 @@ from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.settings import CHECKPOINT_EVERY_S_DEFAULT, resolve_settings
 from everstep.controller.api.spec import MultiSliceJob
 from everstep.controller.api.status import JobStatus
-from everstep.controller.api.validate import check_update, suspicions
+from everstep.controller.api.suspicions import suspicions
+from everstep.controller.api.validate import check_update
 from everstep.controller.api.wire import (
     Command,
     Directive,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from everstep.controller.cli.awaiting import parse_condition
 from everstep.controller.cli.failure import UsageWrong
-from everstep.controller.cli.jobs import parse_condition
 from everstep.controller.cli.words import age, parse_duration_s, parse_place, seconds, size
 
 

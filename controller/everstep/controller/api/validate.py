@@ -6,14 +6,13 @@ same rules hold for a cluster and for one machine.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
-from typing import cast
 
 from everstep.controller.api.errors import Problem
-from everstep.controller.api.quantity import parse_bytes, parse_quantity
+from everstep.controller.api.problems import LABEL_LENGTH_MAX, Problems
+from everstep.controller.api.quantity import parse_bytes
 from everstep.controller.api.shape import describe
 from everstep.controller.api.spec import (
     API_VERSION,
@@ -21,39 +20,33 @@ from everstep.controller.api.spec import (
     NAME_LENGTH_MAX,
     SLICE_COUNT_MAX,
     Checkpoint,
-    Container,
     JobSpec,
     MultiSliceJob,
     Runtime,
     Slices,
 )
+from everstep.controller.api.template_rules import judge_template
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_LABEL_LENGTH_MAX = 63
-_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
 _HOSTS_PER_SLICE_MAX = 4096
-_COUNT_MAX = 2**31 - 1
-_SECONDS_MAX = 10 * 365 * 86400.0
-"""Ten years. A larger number is a slip of units, and would overflow somebody's timer."""
 _SNAPSHOT_SLOTS_MIN = 2
 _PORT_MAX = 65535
 
 
 def validate(job: MultiSliceJob) -> tuple[Problem, ...]:
     """Return everything that makes this job unacceptable. Empty means accepted."""
-    found = _Problems()
+    found = Problems()
     found.equal("apiVersion", job.api_version, API_VERSION)
     found.equal("kind", job.kind, KIND)
-    _judge_label(found, "metadata.name", job.metadata.name, NAME_LENGTH_MAX)
-    _judge_label(found, "metadata.namespace", job.metadata.namespace, _LABEL_LENGTH_MAX)
+    found.label("metadata.name", job.metadata.name, NAME_LENGTH_MAX)
+    found.label("metadata.namespace", job.metadata.namespace, LABEL_LENGTH_MAX)
     _judge_spec(found, job.spec)
     return tuple(found.items)
 
 
 def check_update(old: MultiSliceJob, new: MultiSliceJob) -> tuple[Problem, ...]:
     """Return the immutable fields that `new` changes. `checkpoint.uri` may change in suspension."""
-    found = _Problems()
+    found = Problems()
     kept: list[tuple[str, object, object]] = [
         ("metadata.name", old.metadata.name, new.metadata.name),
         ("metadata.namespace", old.metadata.namespace, new.metadata.namespace),
@@ -73,81 +66,16 @@ def check_update(old: MultiSliceJob, new: MultiSliceJob) -> tuple[Problem, ...]:
     return tuple(found.items)
 
 
-def suspicions(spec: JobSpec) -> tuple[Problem, ...]:
-    """Return what is legal but probably not meant; shown as `ConfigurationSuspect`."""
-    found = _Problems()
-    grace, budget = (
-        spec.template.spec.termination_grace_period_seconds,
-        spec.checkpoint.emergency.budget_seconds,
-    )
-    if grace < spec.checkpoint.emergency.safety_margin_seconds:
-        found.add(
-            "spec.template.spec.terminationGracePeriodSeconds",
-            grace,
-            "at least spec.checkpoint.emergency.safetyMarginSeconds "
-            f"({spec.checkpoint.emergency.safety_margin_seconds:g}); a whole budget is {budget:g}",
-        )
-    if spec.runtime.timeouts.start_seconds < spec.runtime.timeouts.progress_seconds:
-        found.add(
-            "spec.runtime.timeouts.startSeconds",
-            spec.runtime.timeouts.start_seconds,
-            "at least progressSeconds: a first step compiles, later ones do not",
-        )
-    return tuple(found.items)
-
-
-class _Problems:
-    """Collects problems; each method is one kind of rule."""
-
-    def __init__(self) -> None:
-        self.items: list[Problem] = []
-
-    def add(self, path: str, value: object, expected: str) -> None:
-        self.items.append(Problem(path=path, found=describe(value), expected=expected))
-
-    def equal(self, path: str, value: object, expected: str) -> None:
-        if value != expected:
-            self.add(path, value, repr(expected))
-
-    def count(
-        self, path: str, value: int | None, *, least: int = 1, most: int = _COUNT_MAX
-    ) -> bool:
-        """A whole number within bounds. None is "not given" and always fits."""
-        if value is None or least <= value <= most:
-            return True
-        bound = f"at least {least}" if most == _COUNT_MAX else f"{least} to {most}"
-        self.add(path, value, f"a whole number, {bound}")
-        return False
-
-    def seconds(self, path: str, value: float | None, *, may_be_zero: bool = False) -> bool:
-        if value is None:
-            return True
-        low = value >= 0 if may_be_zero else value > 0
-        if math.isfinite(value) and low and value <= _SECONDS_MAX:
-            return True
-        bound = "0 or more" if may_be_zero else "more than 0"
-        self.add(path, value, f"seconds, {bound} and at most {_SECONDS_MAX:.0f}")
-        return False
-
-
-def _judge_label(found: _Problems, path: str, value: str, length_max: int) -> None:
-    if len(value) > length_max:
-        expected = f"at most {length_max} characters, because the names of children grow from it"
-        found.add(path, value, f"{expected} (it has {len(value)})")
-    elif not _LABEL.fullmatch(value):
-        found.add(path, value, "a DNS label: small letters, digits and '-', not first or last")
-
-
-def _judge_spec(found: _Problems, spec: JobSpec) -> None:
+def _judge_spec(found: Problems, spec: JobSpec) -> None:
     _judge_slices(found, spec.slices)
-    _judge_template(found, spec)
+    judge_template(found, spec)
     _judge_runtime(found, spec.runtime)
     _judge_checkpoint(found, spec)
     _judge_elasticity(found, spec)
     found.seconds("spec.activeDeadlineSeconds", spec.active_deadline_seconds)
 
 
-def _judge_slices(found: _Problems, slices: Slices) -> None:
+def _judge_slices(found: Problems, slices: Slices) -> None:
     at = "spec.slices"
     bounds = [
         found.count(f"{at}.desired", slices.desired, most=SLICE_COUNT_MAX),
@@ -177,77 +105,7 @@ def _judge_slices(found: _Problems, slices: Slices) -> None:
         found.add(f"{at}.desired", slices.desired, f"one of {path}: {counts}")
 
 
-def _judge_template(found: _Problems, spec: JobSpec) -> None:
-    at = "spec.template.spec"
-    grace = spec.template.spec.termination_grace_period_seconds
-    found.count(f"{at}.terminationGracePeriodSeconds", grace, least=0, most=int(_SECONDS_MAX))
-    containers = spec.template.spec.containers
-    if not containers:
-        found.add(f"{at}.containers", containers, "at least one container")
-    names = [container.name for container in containers]
-    for index, container in enumerate(containers):
-        where = f"{at}.containers[{index}]"
-        if container.name in names[:index]:
-            found.add(f"{where}.name", container.name, "a name of its own")
-        else:
-            _judge_label(found, f"{where}.name", container.name, _LABEL_LENGTH_MAX)
-        _judge_container(found, where, container)
-    chosen = spec.runtime.container
-    if chosen is None and len(set(names)) > 1:
-        expected = f"the container that runs the agent, one of {', '.join(names)}"
-        found.add("spec.runtime.container", None, expected)
-    elif chosen is not None and chosen not in names:
-        found.add("spec.runtime.container", chosen, f"one of {', '.join(names) or 'no container'}")
-    trainer = select_container(spec)
-    if trainer is not None and not (trainer.command or trainer.args):
-        where = f"{at}.containers[{names.index(trainer.name)}].command"
-        found.add(where, trainer.command, "the program to run, for example [python, train.py]")
-
-
-def select_container(spec: JobSpec) -> Container | None:
-    """Return the container that runs the agent: the named one, or the only one."""
-    containers = spec.template.spec.containers
-    if spec.runtime.container is None:
-        return containers[0] if len(containers) == 1 else None
-    named = [one for one in containers if one.name == spec.runtime.container]
-    return named[0] if named else None
-
-
-def _judge_container(found: _Problems, where: str, container: Container) -> None:
-    for field, words in (("command", container.command), ("args", container.args)):
-        for index, word in enumerate(words):
-            if "\0" in word:
-                found.add(f"{where}.{field}[{index}]", word, "text without a NUL character")
-    if container.command and not container.command[0].strip():
-        found.add(f"{where}.command[0]", container.command[0], "the name of a program")
-    seen: set[str] = set()
-    for index, variable in enumerate(container.env):
-        path = f"{where}.env[{index}]"
-        if not _ENV_NAME.fullmatch(variable.name):
-            expected = "letters, digits, '_', '-' and '.', not beginning with a digit"
-            found.add(f"{path}.name", variable.name, expected)
-        elif variable.name in seen:
-            found.add(f"{path}.name", variable.name, "each variable once")
-        if "\0" in variable.value:
-            found.add(f"{path}.value", variable.value, "text without a NUL character")
-        seen.add(variable.name)
-    for kind in ("limits", "requests"):
-        amounts: object = container.resources.get(kind)
-        if isinstance(amounts, Mapping):
-            for name, amount in cast("Mapping[object, object]", amounts).items():
-                _judge_quantity(found, f"{where}.resources.{kind}.{name}", amount)
-        elif amounts is not None:
-            found.add(f"{where}.resources.{kind}", amounts, "a mapping of quantities")
-
-
-def _judge_quantity(found: _Problems, path: str, value: object) -> None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str) or parse_quantity(value) is None:
-        found.add(path, value, "a quantity, for example 500m, 2 or 16Gi")
-
-
-def _judge_runtime(found: _Problems, runtime: Runtime) -> None:
+def _judge_runtime(found: Problems, runtime: Runtime) -> None:
     at, timeouts = "spec.runtime", runtime.timeouts
     ports = [
         found.count(f"{at}.agentPort", runtime.agent_port, most=_PORT_MAX),
@@ -271,7 +129,7 @@ def _judge_runtime(found: _Problems, runtime: Runtime) -> None:
             found.add(f"{at}.{less}", less_s, f"less than {at}.{more} ({more_s:g})")
 
 
-def _judge_checkpoint(found: _Problems, spec: JobSpec) -> None:
+def _judge_checkpoint(found: Problems, spec: JobSpec) -> None:
     at, checkpoint = "spec.checkpoint", spec.checkpoint
     _judge_uri(found, f"{at}.uri", checkpoint.uri)
     found.count(f"{at}.everySteps", checkpoint.every_steps)
@@ -296,7 +154,7 @@ def _judge_checkpoint(found: _Problems, spec: JobSpec) -> None:
     _judge_snapshot(found, checkpoint, spec.slices)
 
 
-def _judge_snapshot(found: _Problems, checkpoint: Checkpoint, slices: Slices) -> None:
+def _judge_snapshot(found: Problems, checkpoint: Checkpoint, slices: Slices) -> None:
     at, snapshot = "spec.checkpoint.snapshot", checkpoint.snapshot
     every = snapshot.every_steps
     if isinstance(every, str) and every != "auto":
@@ -315,7 +173,7 @@ def _judge_snapshot(found: _Problems, checkpoint: Checkpoint, slices: Slices) ->
             found.add(f"{at}.replicas", snapshot.replicas, expected)
 
 
-def _judge_uri(found: _Problems, path: str, uri: str) -> None:
+def _judge_uri(found: Problems, path: str, uri: str) -> None:
     expected = "file:///absolute/path, /absolute/path or gs://bucket/path"
     if "\0" in uri or uri != uri.strip():
         found.add(path, uri, expected)
@@ -332,7 +190,7 @@ def _judge_uri(found: _Problems, path: str, uri: str) -> None:
         found.add(path, uri, expected)
 
 
-def _judge_elasticity(found: _Problems, spec: JobSpec) -> None:
+def _judge_elasticity(found: Problems, spec: JobSpec) -> None:
     at, elasticity = "spec.elasticity", spec.elasticity
     waits = [
         ("waitForReplacementSeconds", elasticity.wait_for_replacement_seconds),

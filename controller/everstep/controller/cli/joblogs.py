@@ -62,8 +62,8 @@ def print_logs(
         tail.print_new(whole_lines=False)
     if not follow:
         return
+    from everstep.controller.cli.awaiting import FINISHED, read_or_none
     from everstep.controller.cli.following import Follower
-    from everstep.controller.cli.jobs import FINISHED, read_or_none
 
     store, uid = Store(state), record.metadata.uid
     with Follower(state, name) as follower:

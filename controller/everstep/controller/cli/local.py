@@ -254,7 +254,7 @@ def wait(
     timeout: Timeout = "30s",
 ) -> None:
     """Wait for something about a job."""
-    from everstep.controller.cli.jobs import wait_for_job
+    from everstep.controller.cli.awaiting import wait_for_job
 
     with failing_well():
         wait_for_job(settings(), name, condition, timeout=timeout)

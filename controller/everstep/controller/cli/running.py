@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from everstep.controller.api.status import JobStatus, Phase
 from everstep.controller.cli import jobs
+from everstep.controller.cli.awaiting import FINISHED, read_or_none
 from everstep.controller.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, CommandFailed
 from everstep.controller.cli.following import Follower
 from everstep.controller.local import capacity
@@ -70,7 +71,7 @@ def look_at(folder: StateFolder, name: str) -> Look | None:
     """Return what is known of a job now; None when it does not exist."""
     from everstep.controller.cli.picture import Look
 
-    record = jobs.read_or_none(Store(folder), name)
+    record = read_or_none(Store(folder), name)
     if record is None:
         return None
     job = folder.job(name)
@@ -116,7 +117,7 @@ def _follow_drawn(
             return None
         live.update(draw(look), refresh=True)
         drawn_s = time.monotonic()
-        if look.record.status.phase in jobs.FINISHED:
+        if look.record.status.phase in FINISHED:
             return look.record.status
         while (left_s := drawn_s + DRAW_EVERY_S - time.monotonic()) > 0:
             follower.wait(left_s)
@@ -140,7 +141,7 @@ def _follow_in_lines(folder: StateFolder, name: str) -> JobStatus | None:
             status = look.record.status
             members = [s.id for s in status.slice_statuses if s.rank is not None]
             now = f"{status.phase} {status.incarnation} {members}"
-            is_over = status.phase in jobs.FINISHED
+            is_over = status.phase in FINISHED
             if now != told or is_over or time.monotonic() - told_s >= LINE_EVERY_S:
                 print(line(look), flush=True)
                 told, told_s = now, time.monotonic()
@@ -152,7 +153,7 @@ def _follow_in_lines(folder: StateFolder, name: str) -> JobStatus | None:
 def _interrupt(settings: Settings, name: str) -> int:
     """Suspend a job that its user interrupted; asked again, end its processes at once."""
     folder = StateFolder(settings.folder)
-    if jobs.read_or_none(Store(folder), name) is None:
+    if read_or_none(Store(folder), name) is None:
         return EXIT_INTERRUPTED
     print(f"\nsuspending {name}: its newest step is held first; Ctrl-C again ends it at once")
     try:
@@ -170,10 +171,10 @@ def _wait_until_suspended(folder: StateFolder, name: str) -> None:
     store = Store(folder)
 
     def is_over() -> bool:
-        record = jobs.read_or_none(store, name)
+        record = read_or_none(store, name)
         if record is None:
             return True
-        has_ended = record.status.phase in (Phase.SUSPENDED, *jobs.FINISHED)
+        has_ended = record.status.phase in (Phase.SUSPENDED, *FINISHED)
         return has_ended and not recorded_hosts(folder.job(name))
 
     with Follower(folder, name) as follower:

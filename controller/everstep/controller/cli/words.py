@@ -8,6 +8,9 @@ from datetime import UTC, datetime
 from everstep.controller.api.ids import SliceId
 from everstep.controller.cli.failure import UsageWrong
 
+SINGULAR = "multislicejob.everstep.dev"
+"""What one job is called in messages, as `kubectl` calls it."""
+
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

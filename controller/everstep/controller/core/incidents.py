@@ -1,4 +1,4 @@
-"""Planned changes: what the spec and the notices demand, the request that asks for it, its end.
+"""Planned changes: the request that asks for what is demanded, and its end.
 
 One incident is open at a time. While its drain lasts, whatever else is announced joins it
 (invariant 3): the request is extended under a new id, or turned into one of a stronger kind. The
@@ -8,138 +8,22 @@ drain ends with the lead's answer or with the deadline, whichever is first (inva
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.reasons import Reason
-from everstep.controller.api.spec import OnLoss, PlannedAction
+from everstep.controller.api.spec import OnLoss
 from everstep.controller.api.wire import ExitCause, Held, HostPhase
+from everstep.controller.core.demands import Demand, deadline_text, find_demand
 from everstep.controller.core.ledger import Incident, IncidentKind, Stage
-from everstep.controller.core.model import Notice, NoticeClass, ProcessState
-from everstep.controller.core.policy import (
-    is_growth_ready,
-    largest_allowed,
-    ready_standby,
-)
+from everstep.controller.core.model import ProcessState
+from everstep.controller.core.policy import ready_standby
 from everstep.controller.core.transitions import Cause, charge_disruption, finish, halt
 from everstep.controller.core.turn import Turn
 
-_MARGIN_SHARE = 0.25
-"""A notice shorter than the margin keeps three quarters of itself for the drain."""
 _ENDING = (IncidentKind.DELETE, IncidentKind.DEADLINE, IncidentKind.SUSPEND)
 """After these nothing goes on, so the step has to be durable and a loss changes nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What ought to happen to a running job, if nothing breaks."""
-
-    kind: IncidentKind
-    cause_at_s: float
-    deadline_s: float
-    doomed: tuple[SliceId, ...] = ()
-    durable: bool = False
-    slice: SliceId | None = None
-    notices: tuple[str, ...] = ()
-
-
-def find_demand(turn: Turn) -> Demand | None:
-    """Return the strongest demand on a running job."""
-    spec, ledger, now_s = turn.spec, turn.ledger, turn.now_s
-    budget_s = spec.checkpoint.emergency.budget_seconds
-    patience_s = spec.runtime.timeouts.join_seconds + budget_s
-    if turn.view.is_deleting:
-        kind = IncidentKind.DELETE
-        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + budget_s, durable=True)
-    ends_s = active_until_s(turn)
-    if ends_s is not None and now_s >= ends_s:
-        kind = IncidentKind.DEADLINE
-        return Demand(kind=kind, cause_at_s=ends_s, deadline_s=now_s + budget_s, durable=True)
-    if ends_s is not None:
-        turn.wake_at(ends_s)
-    if spec.suspend:
-        kind = IncidentKind.SUSPEND
-        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + patience_s, durable=True)
-    announced = [turn.notices[id_] for id_ in ledger.members if turn.is_doomed(id_)]
-    if announced:
-        return _answer_notices(turn, announced)
-    target = largest_allowed(spec.slices, len(ledger.members))
-    if target is not None and target < len(ledger.members):
-        return Demand(
-            kind=IncidentKind.SCALE_DOWN,
-            cause_at_s=now_s,
-            deadline_s=now_s + patience_s,
-            doomed=ledger.members[target:],
-        )
-    if ledger.incident is None and is_growth_ready(turn):
-        kind = IncidentKind.SCALE_UP
-        return Demand(kind=kind, cause_at_s=now_s, deadline_s=now_s + patience_s)
-    return _find_checkpoint(turn)
-
-
-def deadline_text(turn: Turn) -> str:
-    limit_s = turn.spec.active_deadline_seconds or 0.0
-    return f"The job ran longer than {limit_s:g} s (spec.activeDeadlineSeconds)."
-
-
-def active_until_s(turn: Turn) -> float | None:
-    limit_s, since_s = turn.spec.active_deadline_seconds, turn.ledger.started_at_s
-    return None if limit_s is None or since_s is None else since_s + limit_s
-
-
-def _answer_notices(turn: Turn, announced: list[Notice]) -> Demand:
-    members = turn.ledger.members
-    doomed = {notice.slice for notice in announced}
-    staying = [id_ for id_ in members if id_ not in doomed]
-    count = largest_allowed(turn.spec.slices, len(staying))
-    # Where the survivors are not an allowed count, some of them have to go too, and what only
-    # they hold has to move as well.
-    leaving = doomed if count is None else {*doomed, *staying[count:]}
-    first = min(announced, key=lambda notice: (notice.first_seen_s, notice.slice))
-    return Demand(
-        kind=IncidentKind.NOTICE,
-        cause_at_s=first.first_seen_s,
-        deadline_s=min(_drain_until_s(turn, notice) for notice in announced),
-        doomed=tuple(id_ for id_ in members if id_ in leaving),
-        durable=count is None or turn.spec.elasticity.on_loss is OnLoss.FAIL,
-        slice=first.slice,
-        notices=tuple(sorted(notice.id for notice in announced)),
-    )
-
-
-def _drain_until_s(turn: Turn, notice: Notice) -> float:
-    """Return the deadline of the drain: the notice's, less a margin, and not absurdly late."""
-    emergency, timeouts = turn.spec.checkpoint.emergency, turn.spec.runtime.timeouts
-    length_s = max(0.0, notice.deadline_s - notice.first_seen_s)
-    margin_s = min(emergency.safety_margin_seconds, _MARGIN_SHARE * length_s)
-    began_s = turn.now_s if turn.ledger.incident is None else turn.ledger.incident.decided_at_s
-    latest_s = began_s + max(emergency.budget_seconds, timeouts.progress_seconds)
-    return min(notice.deadline_s - margin_s, latest_s)
-
-
-def _find_checkpoint(turn: Turn) -> Demand | None:
-    if turn.spec.disruption.planned_action is not PlannedAction.CHECKPOINT_ONLY:
-        return None
-    open_ = [
-        notice
-        for id_ in turn.ledger.members
-        if (notice := turn.notices.get(id_)) is not None
-        and notice.notice_class is NoticeClass.PLANNED
-        and notice.id not in turn.ledger.notices_served
-    ]
-    if not open_:
-        return None
-    first = min(open_, key=lambda notice: (notice.first_seen_s, notice.slice))
-    return Demand(
-        kind=IncidentKind.CHECKPOINT,
-        cause_at_s=first.first_seen_s,
-        deadline_s=min(_drain_until_s(turn, notice) for notice in open_),
-        durable=True,
-        slice=first.slice,
-        notices=tuple(sorted(notice.id for notice in open_)),
-    )
 
 
 def advance_incident(turn: Turn) -> None:

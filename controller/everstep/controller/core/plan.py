@@ -9,13 +9,9 @@ from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.status import JobStatus
 from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.actions import derive_actions
+from everstep.controller.core.demands import active_until_s, deadline_text
 from everstep.controller.core.health import StandbyState, is_done, judge_standby
-from everstep.controller.core.incidents import (
-    active_until_s,
-    advance_incident,
-    call_back,
-    deadline_text,
-)
+from everstep.controller.core.incidents import advance_incident, call_back
 from everstep.controller.core.ledger import Ledger, Stage, Standby, Turnover
 from everstep.controller.core.losses import handle_losses, refuse
 from everstep.controller.core.model import Plan, View

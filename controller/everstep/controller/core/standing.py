@@ -1,15 +1,14 @@
-"""How a job stands, for people: phase, sentence, slices, conditions. Nothing branches on it."""
+"""How a job stands, for people: phase, sentence, slices, figures. Nothing branches on it."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import Rank, SliceId, Step
+from everstep.controller.api.ids import Rank, Step
 from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.status import (
     CheckpointRequest,
     CheckpointStatus,
-    Condition,
     Coordinator,
     JobStatus,
     LastCommitted,
@@ -19,8 +18,8 @@ from everstep.controller.api.status import (
     SliceCounts,
     SliceStatus,
 )
-from everstep.controller.api.validate import suspicions
 from everstep.controller.api.wire import HostPhase, Report
+from everstep.controller.core.conditions import judge_conditions
 from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
 from everstep.controller.core.ledger import IncidentKind, Stage
 from everstep.controller.core.model import Capacity, ProcessState, SliceView
@@ -61,7 +60,7 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
             counted_in_window=len(failures_in_window(turn, budgets)),
         ),
         recoveries=recoveries,
-        conditions=_conditions(turn, old, phase, reason, message),
+        conditions=judge_conditions(turn, old, phase, reason, message),
         started_at_s=ledger.started_at_s,
         finished_at_s=None if ledger.finish is None else ledger.finish.at_s,
         **_figures(turn, old),
@@ -258,55 +257,3 @@ def _ready_hosts(turn: Turn, one: SliceView) -> int:
         trains = report.incarnation == n and report.phase not in _BEFORE_TRAINING
         ready += trains if stage is Stage.RUN else report.phase is not HostPhase.STARTING
     return ready
-
-
-def _conditions(
-    turn: Turn, old: JobStatus, phase: Phase, reason: Reason, message: str
-) -> tuple[Condition, ...]:
-    ledger, suspect = turn.ledger, _suspect(turn)
-    finish = ledger.finish
-    is_ready = phase is Phase.RUNNING
-    degraded = is_ready and len(ledger.members) < turn.spec.slices.desired
-    doomed: list[SliceId] = sorted(id_ for id_ in turn.notices if id_ in ledger.members)
-    wanted = [
-        ("Ready", is_ready, reason, message),
-        ("Degraded", degraded, reason if degraded else Reason.ALL_SLICES_RUNNING, ""),
-        (
-            "DisruptionPending",
-            bool(doomed),
-            Reason.PREEMPTION_NOTICE,
-            f"Slices under notice: {', '.join(map(str, doomed))}." if doomed else "",
-        ),
-        ("Suspended", phase is Phase.SUSPENDED, Reason.SUSPENDED, ""),
-        ("ConfigurationSuspect", bool(suspect), Reason.CONFIGURATION_SUSPECT, suspect),
-    ]
-    if finish is not None:
-        wanted.append(("Succeeded", finish.succeeded, finish.reason, finish.message))
-    known = {condition.type: condition for condition in old.conditions}
-    return tuple(
-        _condition(turn, known.get(type_), type_, is_true, why, text)
-        for type_, is_true, why, text in wanted
-    )
-
-
-def _suspect(turn: Turn) -> str:
-    notes = [str(problem) for problem in suspicions(turn.spec)]
-    reports = [report for _, _, report in turn.current_reports()]
-    notes += sorted({one.fork_refused for one in reports if one.fork_refused is not None})
-    notes += sorted({one.storage_error for one in reports if one.storage_error is not None})
-    return "; ".join(notes)
-
-
-def _condition(
-    turn: Turn, old: Condition | None, type_: str, is_true: bool, reason: Reason, message: str
-) -> Condition:
-    status = "True" if is_true else "False"
-    same = old is not None and old.status == status
-    return Condition(
-        type=type_,
-        status=status,
-        reason=reason.value,
-        message=message,
-        last_transition_at_s=old.last_transition_at_s if old is not None and same else turn.now_s,
-        observed_generation=turn.view.generation,
-    )

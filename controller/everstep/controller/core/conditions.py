@@ -1,0 +1,62 @@
+"""The conditions of a job: one question each, answered by True or False with a reason."""
+
+from __future__ import annotations
+
+from everstep.controller.api.ids import SliceId
+from everstep.controller.api.reasons import Reason
+from everstep.controller.api.status import Condition, JobStatus, Phase
+from everstep.controller.api.suspicions import suspicions
+from everstep.controller.core.turn import Turn
+
+
+def judge_conditions(
+    turn: Turn, old: JobStatus, phase: Phase, reason: Reason, message: str
+) -> tuple[Condition, ...]:
+    """Return all conditions, with the times of those that did not turn kept."""
+    ledger, suspect = turn.ledger, _suspect(turn)
+    finish = ledger.finish
+    is_ready = phase is Phase.RUNNING
+    degraded = is_ready and len(ledger.members) < turn.spec.slices.desired
+    doomed: list[SliceId] = sorted(id_ for id_ in turn.notices if id_ in ledger.members)
+    wanted = [
+        ("Ready", is_ready, reason, message),
+        ("Degraded", degraded, reason if degraded else Reason.ALL_SLICES_RUNNING, ""),
+        (
+            "DisruptionPending",
+            bool(doomed),
+            Reason.PREEMPTION_NOTICE,
+            f"Slices under notice: {', '.join(map(str, doomed))}." if doomed else "",
+        ),
+        ("Suspended", phase is Phase.SUSPENDED, Reason.SUSPENDED, ""),
+        ("ConfigurationSuspect", bool(suspect), Reason.CONFIGURATION_SUSPECT, suspect),
+    ]
+    if finish is not None:
+        wanted.append(("Succeeded", finish.succeeded, finish.reason, finish.message))
+    known = {condition.type: condition for condition in old.conditions}
+    return tuple(
+        _condition(turn, known.get(type_), type_, is_true, why, text)
+        for type_, is_true, why, text in wanted
+    )
+
+
+def _suspect(turn: Turn) -> str:
+    notes = [str(problem) for problem in suspicions(turn.spec)]
+    reports = [report for _, _, report in turn.current_reports()]
+    notes += sorted({one.fork_refused for one in reports if one.fork_refused is not None})
+    notes += sorted({one.storage_error for one in reports if one.storage_error is not None})
+    return "; ".join(notes)
+
+
+def _condition(
+    turn: Turn, old: Condition | None, type_: str, is_true: bool, reason: Reason, message: str
+) -> Condition:
+    status = "True" if is_true else "False"
+    same = old is not None and old.status == status
+    return Condition(
+        type=type_,
+        status=status,
+        reason=reason.value,
+        message=message,
+        last_transition_at_s=old.last_transition_at_s if old is not None and same else turn.now_s,
+        observed_generation=turn.view.generation,
+    )
