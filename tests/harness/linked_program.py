@@ -5,14 +5,16 @@ hosts or (`SHARDED=1`) divided among them by rows. Environment: `STEPS`, `STEP_S
 `MEETING` (path of
 the file in which members wait for each other), `SNAPSHOT_KB`, `PREPARE_S` (time
 before the state is there, from the second incarnation on), `PAUSE_AT` and `PAUSE_S` (a long
-evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`),
-`FAULT_STEP`.
+evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`,
+`SIGABRT`, `SIGSEGV`), `FAULT_STEP`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -236,6 +238,9 @@ class Training:
             os._exit(EXIT_CODES[EndKind.USER_ERROR])
         if FAULT == "os-exit":
             os._exit(3)
+        if FAULT in ("SIGABRT", "SIGSEGV"):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.raise_signal(signal.Signals[FAULT])
         if FAULT == "hang":
             time.sleep(3600)
         if FAULT == "loader" and os.fork() == 0:

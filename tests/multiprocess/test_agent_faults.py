@@ -214,6 +214,8 @@ def test_a_program_with_threads_runs_in_fresh_interpreters_and_says_so(rig: Rig)
         ("exit-at-import", ExitCause.EXITED_EARLY, "code 0 before es.main"),
         ("raise", ExitCause.USER_ERROR, "ValueError: a fault of the user's"),
         ("os-exit", ExitCause.EXITED_EARLY, "code 3 without finishing train"),
+        ("SIGABRT", ExitCause.SIGNALED, "ended by signal 6 (SIGABRT) after step 2"),
+        ("SIGSEGV", ExitCause.SIGNALED, "ended by signal 11 (SIGSEGV) after step 2"),
     ],
 )
 def test_the_users_faults_are_told_apart(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from everstep.controller.api.wire import ExitCause
 from everstep.runtime.agent.events import WorkerEnded
 from everstep.runtime.agent.link import EndKind
@@ -17,7 +19,7 @@ _CAUSES: dict[EndKind, ExitCause] = {
     EndKind.COLLECTIVE_ERROR: ExitCause.CONSEQUENCE,
 }
 NOT_RETRYABLE = frozenset({ExitCause.STATE_REFUSED})
-_SIGABRT = 6
+_SIGABRT = signal.SIGABRT
 
 
 def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]:
@@ -25,10 +27,12 @@ def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]
     if event.ending is not None:
         return _CAUSES[event.ending.kind], event.ending.message or event.message
     if event.signal is not None:
+        message = event.message or _describe_signal(event.signal, event)
         if event.signal == _SIGABRT and process_count > 1:
-            # How jaxlib ends a process when another member or the coordinator is gone.
-            return ExitCause.CONSEQUENCE, event.message or "aborted by the JAX runtime"
-        return ExitCause.SIGNALED, event.message or f"ended by signal {event.signal}"
+            # jaxlib ends a process so when another member or the coordinator is gone. Whether it
+            # was that or the program's own doing, the other endings tell.
+            return ExitCause.CONSEQUENCE, message
+        return ExitCause.SIGNALED, message
     where = "before es.main was called" if event.is_before_main else "without finishing train"
     if event.code == 0:
         return ExitCause.EXITED_EARLY, event.message or f"the program ended with code 0 {where}"
@@ -42,3 +46,10 @@ def classify(event: WorkerEnded, *, process_count: int) -> tuple[ExitCause, str]
         ExitCause.EXITED_EARLY,
         event.message or f"the program ended with code {event.code} {where}",
     )
+
+
+def _describe_signal(number: int, event: WorkerEnded) -> str:
+    known = {one.value: one.name for one in signal.Signals}
+    name = f" ({known[number]})" if number in known else ""
+    when = "before es.main was called" if event.is_before_main else f"after step {event.step}"
+    return f"ended by signal {number}{name} {when}"
