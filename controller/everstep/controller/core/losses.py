@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from everstep.controller.api.ids import SliceId, Step
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.api.spec import OnLoss
-from everstep.controller.api.wire import ExitCause
+from everstep.controller.api.wire import ExitCause, HostPhase, Report
 from everstep.controller.core.health import (
     Ending,
     SliceHealth,
@@ -94,7 +94,8 @@ def handle_losses(turn: Turn) -> None:
     if TABLE[cause.reason].budget is Budget.FAILURE:
         if ending is not None:
             _judge_crash(turn, ending)
-        charge_failure(turn, cause, _words(ending) if ending else _words_of_lost(cause, lost))
+        words = _words(ending) if ending else cause.message or _words_of_lost(cause, lost)
+        charge_failure(turn, cause, words)
         if ending is not None and ending.exit.is_before_main:
             _end_if_never_begun(turn, ending)
     _forbid(turn, lost)
@@ -157,8 +158,45 @@ def _first_cause(
         return Cause(reason=reason, at_s=aborted[0].exit.at_s, slice=aborted[0].host.slice), (
             aborted[0]
         )
+    absent = _absent(turn, endings)
+    if absent is not None:
+        if turn.now_s < due_s + COALESCE_S:
+            # It may only be the last to see that the others are gone.
+            turn.wake_at(due_s + COALESCE_S)
+            return None, None
+        return _cause_of_absence(absent, eldest), None
     reason = Reason.COLLECTIVE_ERROR
     return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
+
+
+def _absent(turn: Turn, endings: list[Ending]) -> Report | None:
+    """Return who did not take part in what the others waited for, and lives: the first cause.
+
+    A worker that is in a step with others which are gone ends as they did. One that goes on living
+    is somewhere else: it hangs before its first step, where nothing else finds it before the start
+    deadline, and the collectives of the others give up sooner.
+    """
+    ended = {ending.host for ending in endings}
+    eldest_s = endings[0].exit.at_s
+    alive = [
+        report
+        for _, host, report in turn.current_reports()
+        if host.process is ProcessState.ALIVE
+        and report.host not in ended
+        and report.phase in (HostPhase.RESTORING, HostPhase.RUNNING)
+        and report.renewed_at_s > eldest_s
+    ]
+    return min(alive, key=lambda report: (report.step, report.host), default=None)
+
+
+def _cause_of_absence(absent: Report, eldest: Ending) -> Cause:
+    reason = Reason.WORKER_HUNG
+    text = f"Host {absent.host}: {TABLE[reason].sentence} It did not take part in the step after "
+    text += f"step {absent.step}, for which rank {eldest.exit.rank} (host {eldest.host}) waited: "
+    text += f"{eldest.exit.message}".strip()
+    return Cause(
+        reason=reason, at_s=eldest.exit.at_s, slice=absent.host.slice, message=text.rstrip(": ")
+    )
 
 
 def _pause_for_outage(turn: Turn, health: tuple[SliceHealth, ...]) -> bool:

@@ -46,6 +46,8 @@ class Cause:
     at_s: float
     """First trace."""
     slice: SliceId | None = None
+    message: str = ""
+    """Who, where no ending and no lost slice says it."""
 
 
 def halt(
