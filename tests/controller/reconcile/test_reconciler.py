@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
@@ -17,8 +19,12 @@ from everstep.controller.local.processes import SpawnFailed
 from everstep.controller.local.store import Store
 from everstep.controller.local.world import LocalWorld
 from everstep.controller.ops.clock import SystemClock
-from everstep.controller.reconcile.reconciler import Planner, Reconciler, Result
+from everstep.controller.ops.logs import open_log
+from everstep.controller.reconcile.reconciler import ActionFailed, Planner, Reconciler, Result
 from local_rig import PATIENT, LocalRig, silent_log
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 EVENT = EmitEvent(id="1-a", reason=Reason.FIRST_START, message="as decided")
 
@@ -55,14 +61,16 @@ class ScriptedPlan:
         )
 
 
-def _reconciler(rig: LocalRig, plan: Planner) -> Reconciler:
+def _reconciler(
+    rig: LocalRig, plan: Planner, log: FilteringBoundLogger | None = None
+) -> Reconciler:
     tokens = iter(f"token-{n}" for n in range(100))
     return Reconciler(
         rig.world,
         plan,
         clock=SystemClock(),
         fresh_token=lambda: next(tokens),
-        log=silent_log(),
+        log=log or silent_log(),
     )
 
 
@@ -121,9 +129,13 @@ def test_a_failing_action_ends_the_pass_and_its_events_are_told_all_the_same(
     folder.logs.rmdir()
     folder.logs.write_text("in the way of the logs")
     first, second = (StartSlice(slice=SliceId(n), incarnation=Incarnation(1)) for n in (0, 1))
-    reconciler = _reconciler(rig, ScriptedPlan(first, EVENT, second))
-    with pytest.raises(SpawnFailed):
+    said = StringIO()
+    reconciler = _reconciler(rig, ScriptedPlan(first, EVENT, second), open_log(stream=said))
+    with pytest.raises(ActionFailed, match=r"^start/1/0: ") as failed:
         reconciler.reconcile("llm")
+    assert failed.value.key == first.key
+    assert isinstance(failed.value.__cause__, SpawnFailed)
+    assert said.getvalue() == "", "what is raised is said by whoever handles it"
     assert _ledger(rig).incarnation == 1
     assert rig.events() == ["1-a"]
     assert rig.agents() == {}

@@ -10,7 +10,7 @@ import signal
 
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import HostId, Incarnation
+from everstep.controller.api.ids import HostId, Incarnation, SliceId
 from everstep.controller.local import identity
 from everstep.controller.local.agents import SpawnOrder
 from everstep.controller.local.errors import LocalError, RecordCorrupt
@@ -139,7 +139,7 @@ def recorded_hosts(folder: JobFolder) -> tuple[HostId, ...]:
         stem, dot, suffix = name.rpartition(".")
         slice_id, dash, host = stem.partition("-")
         if dot and suffix == "json" and dash and slice_id.isdigit() and host.isdigit():
-            found.append(HostId(slice=int(slice_id), host=int(host)))  # type: ignore[arg-type]
+            found.append(HostId(slice=SliceId(int(slice_id)), host=int(host)))
     return tuple(sorted(found))
 
 

@@ -77,6 +77,14 @@ class Pass:
     """Nothing will happen to the job until a person does something."""
 
 
+class ActionFailed(Exception):
+    """The world could not do an action; the cause is what it raised. The pass is tried again."""
+
+    def __init__(self, key: str, why: str) -> None:
+        self.key, self.why = key, why
+        super().__init__(f"{key}: {why}")
+
+
 class Reconciler:
     """Runs passes over the jobs of one world. One thread; one pass at a time."""
 
@@ -101,7 +109,8 @@ class Reconciler:
         """Run one pass over a job.
 
         Raises:
-            Exception: whatever the world raised. What was persisted stays; the caller tries again.
+            ActionFailed: an action could not be done. What was persisted stays.
+            Exception: whatever else the world raised. The caller tries again in both cases.
 
         Durability: see the module. Blocking: for the writes that the plan needs.
         """
@@ -155,12 +164,11 @@ class Reconciler:
         for index, action in enumerate(actions):
             try:
                 self._world.perform(job, action)
-            except Exception:
+            except Exception as error:
                 for later in actions[index + 1 :]:
                     if isinstance(later, EmitEvent):
                         self._world.perform(job, later)
-                self._log.warning("action failed", job=job, key=action.key)
-                raise
+                raise ActionFailed(action.key, str(error)) from error
 
     def _wait_before_writing(self, job: str, observation: Observation, plan: Plan) -> float:
         """Return how long the write of this plan may wait: 0 unless only progress changed."""
