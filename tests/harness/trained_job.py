@@ -23,7 +23,7 @@ import yaml
 
 from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.status import JobStatus, Phase, Recovery
-from everstep.controller.api.wire import Report
+from everstep.controller.api.wire import HostPhase, Report
 from everstep.controller.cli.demo.run import Run
 from everstep.controller.core.model import NoticeClass
 from everstep.controller.local import capacity, identity
@@ -272,6 +272,32 @@ class TrainedJob:
                 timeout_s=40,
             )
             yield pid
+
+    @contextmanager
+    def caught_joining(self, host: HostId, *, held_up_by: HostId) -> Generator[int]:
+        """Kill a worker, and freeze an agent in the join of the incarnation that follows.
+
+        A join takes milliseconds, so another agent stands still first: nobody's join is over before
+        that one's, and it goes on once the one that is meant stands still.
+        """
+        frozen, agent = self.agent(held_up_by), self.agent(host)
+        assert frozen is not None
+        assert agent is not None
+        before = self.reported(host).incarnation
+        os.kill(frozen, signal.SIGSTOP)
+        with thawed_afterwards(frozen):
+            victim = self.worker(HostId(SliceId(0), 0))
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+
+            def joins() -> bool:
+                report = self.reported(host)
+                return report.incarnation > before and report.phase is HostPhase.JOINING
+
+            wait_for(joins, what=f"host {host} to join", timeout_s=20, look_every_s=0.005)
+            os.kill(agent, signal.SIGSTOP)
+        with thawed_afterwards(agent):
+            yield agent
 
     @contextmanager
     def caught_writing(self) -> Generator[str]:

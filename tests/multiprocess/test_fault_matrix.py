@@ -25,6 +25,7 @@ import pytest
 from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.status import JobStatus, Recovery
+from everstep.controller.api.wire import HostPhase
 from everstep.runtime.checkpoint.digest import digest_newest
 from everstep.runtime.checkpoint.discover import list_commits
 from everstep.runtime.storage.open import open_store
@@ -319,6 +320,64 @@ def test_three_slices_with_the_fast_reduction(play: Play, undisturbed: Outcome) 
         job.give_notice(2, 3.0)
         wait_for(lambda: job.agent(host(2)) != doomed, what="slice 2 to be gone")
         job.give_back(2)
+    judge_end(job, undisturbed)
+
+
+def test_two_slices_with_the_fast_reduction_in_fresh_interpreters(
+    play: Play, undisturbed: Outcome
+) -> None:
+    job = play(Shape(slices=2, reduction="fast", is_forked=False))
+    job.apply()
+    job.wait_trained([0, 1], FIRST_START)
+    with survived(job, 0, 1, failures=1), job.caught(host(1), At.STEPPING) as worker:
+        job.wait_collective(host(0), frozen=host(1))
+        kill(worker)
+    judge_end(job, undisturbed)
+
+
+def test_three_slices_of_two_hosts_frozen_while_importing_and_while_joining(
+    play: Play, undisturbed: Outcome
+) -> None:
+    job = play(Shape(slices=3, hosts=2))
+    job.apply()
+    # A program that stands still for a while costs that while, and nothing else.
+    with job.caught_importing(host(1, 1)):
+        wait_for(
+            lambda: job.reported(host(0)).phase is HostPhase.RESTORING,
+            what="the others to begin",
+            timeout_s=40,
+        )
+    first = job.wait_trained([0, 1, 2], FIRST_START)
+    assert (first.incarnation, first.restarts.failures, first.restarts.disruptions) == (1, 0, 0)
+    job.wait_snapshot(host(0), SNAPSHOT_EVERY)
+    # An agent that stands still in a join holds it up until it is found silent.
+    with (
+        survived(job, 0, 1, 2, incidents=2, failures=1, disruptions=1),
+        job.caught_joining(host(2), held_up_by=host(1, 1)) as agent,
+    ):
+        wait_for(
+            lambda: job.agent(host(2)) not in (None, agent),
+            what="the slice of the frozen agent to be replaced",
+            timeout_s=40,
+        )
+    judge_end(job, undisturbed)
+
+
+def test_four_slices_of_two_hosts(play: Play, undisturbed: Outcome) -> None:
+    job = play(Shape(slices=4, hosts=2, on_loss="ShrinkImmediately"))
+    job.apply()
+    job.wait_trained([0, 1, 2, 3], FIRST_START)
+    job.wait_snapshot(host(3, 1), SNAPSHOT_EVERY)
+    with survived(job, 0, 1, 2, 3, failures=1), job.caught(host(2, 1), At.COPYING) as worker:
+        kill(worker)
+    # One host of the lead's slice: the slice goes as a whole.
+    with survived(job, 1, 2, 3, disruptions=1), job.caught(host(0, 1), At.STEPPING):
+        kill(job.agent(host(0, 1)))
+        job.kill_slices(0)
+    before = job.status().incarnation
+    job.give_back(0)
+    job.wait_trained([0, 1, 2, 3], before + 1)
+    assert all(r.lost_steps == 0 for r in job.recoveries_after(before))
     judge_end(job, undisturbed)
 
 

@@ -35,7 +35,7 @@ def test_the_one_that_goes_on_living_is_the_first_cause(absent: HostId, worker: 
     (row,) = job.status.recoveries
     assert (row.cause, row.slice) == ("WorkerHung", absent.slice)
     (failure,) = failures(job)
-    assert f"Host {absent}" in failure.message
+    assert failure.message.startswith(f"Rank {absent.slice} (host {absent}) hangs.")
     assert GAVE_UP in failure.message
     assert job.status.restarts.failures == 1
 

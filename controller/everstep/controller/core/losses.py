@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import SliceId, Step
+from everstep.controller.api.ids import HostId, SliceId, Step
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.api.spec import OnLoss
 from everstep.controller.api.wire import ExitCause, HostPhase, Report
@@ -164,7 +164,7 @@ def _first_cause(
             # It may only be the last to see that the others are gone.
             turn.wake_at(due_s + COALESCE_S)
             return None, None
-        return _cause_of_absence(absent, eldest), None
+        return _cause_of_absence(turn, absent, eldest), None
     reason = Reason.COLLECTIVE_ERROR
     return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
 
@@ -189,9 +189,11 @@ def _absent(turn: Turn, endings: list[Ending]) -> Report | None:
     return min(alive, key=lambda report: (report.step, report.host), default=None)
 
 
-def _cause_of_absence(absent: Report, eldest: Ending) -> Cause:
+def _cause_of_absence(turn: Turn, absent: Report, eldest: Ending) -> Cause:
     reason = Reason.WORKER_HUNG
-    text = f"Host {absent.host}: {TABLE[reason].sentence} It did not take part in the step after "
+    present = [turn.slices[id_] for id_ in turn.ledger.members if id_ in turn.slices]
+    hosts = [HostId(one.id, host.host) for one in present for host in one.hosts]
+    text = f"Rank {hosts.index(absent.host)} (host {absent.host}) hangs. It did not take part in the step after "
     text += f"step {absent.step}, for which rank {eldest.exit.rank} (host {eldest.host}) waited: "
     text += f"{eldest.exit.message}".strip()
     return Cause(
