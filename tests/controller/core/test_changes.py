@@ -114,6 +114,97 @@ def test_a_storm_pauses_growing_and_fails_nothing() -> None:
     assert job.training() == {0, 1, 2}
 
 
+def condition(job: SimulatedJob, type_: str) -> tuple[str, str]:
+    found = next(one for one in job.status.conditions if one.type == type_)
+    return found.status, found.reason
+
+
+def lose_each_minute(job: SimulatedJob, id_: SliceId, count: int) -> None:
+    """Its agents die, its capacity stays: a replacement can come at once."""
+    for _ in range(count):
+        job.kill_slice(id_)
+        job.run(60, tick_s=0.5)
+
+
+def test_in_a_storm_a_lost_slice_is_not_replaced_until_the_hour_is_over() -> None:
+    job = training_job(on_loss="WaitForReplacement", restart={"maxDisruptionsPerHour": 3})
+    began_s = job.now_s
+    lose_each_minute(job, S1, 2)
+    assert job.training() == {0, 1, 2}
+    lose_each_minute(job, S1, 3)
+    paused_at = job.ledger.incarnation
+    assert paused_at == 3
+    assert job.ledger.stage is Stage.WAIT
+    assert condition(job, "Ready") == ("False", Reason.DISRUPTION_STORM.value)
+    assert condition(job, "Degraded") == ("True", Reason.DISRUPTION_STORM.value)
+    assert "0, 2" in job.status.message
+    assert job.status.wait_until_s is not None
+    assert began_s + 3600 <= job.status.wait_until_s <= began_s + 3720
+    job.run(600, tick_s=1.0)
+    assert job.ledger.incarnation == paused_at
+    assert job.ledger.finish is None
+    assert job.ledger.members == (0, 2)
+    job.now_s = job.status.wait_until_s - 2
+    job.run(1, tick_s=0.5)
+    assert job.ledger.incarnation == paused_at
+    job.run(12)
+    assert job.training() == {0, 1, 2}
+    told = [one for one in job.events.values() if one.reason is Reason.DISRUPTION_STORM]
+    assert len(told) == 1
+
+
+def test_in_a_storm_survivors_that_may_go_on_do_and_only_get_fewer() -> None:
+    job = training_job(
+        desired=4, slices={"min": 2}, wait_s=1000, restart={"maxDisruptionsPerHour": 1}
+    )
+    lose_each_minute(job, S1, 2)
+    assert job.training() == {0, 2, 3}
+    assert condition(job, "Degraded") == ("True", Reason.DISRUPTION_STORM.value)
+    lose_each_minute(job, S0, 1)
+    assert job.training() == {2, 3}
+    lose_each_minute(job, S2, 1)
+    assert job.ledger.stage is Stage.WAIT
+    assert condition(job, "Ready") == ("False", Reason.DISRUPTION_STORM.value)
+    assert job.ledger.incarnation == 3
+
+
+def test_in_a_storm_nobody_waits_for_a_replacement_that_is_not_started() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=1000, restart={"maxDisruptionsPerHour": 1})
+    job.kill_slice(S1)
+    job.run(3)
+    assert job.training() == {0, 2}
+
+
+def test_many_slices_lost_together_are_one_disruption_of_a_storm() -> None:
+    job = training_job(desired=4, restart={"maxDisruptionsPerHour": 3})
+    for id_ in (S0, S1, S2):
+        job.kill_slice(id_)
+    job.run(10)
+    assert job.training() == {0, 1, 2, 3}
+    assert job.status.restarts.disruptions == 3
+
+
+def test_a_raised_limit_ends_the_pause_at_once() -> None:
+    job = training_job(on_loss="WaitForReplacement", restart={"maxDisruptionsPerHour": 1})
+    lose_each_minute(job, S1, 1)
+    assert job.ledger.stage is Stage.WAIT
+    restart = replace(job.spec.restart, max_disruptions_per_hour=5)
+    job.respec(replace(job.spec, restart=restart))
+    job.run(4)
+    assert job.training() == {0, 1, 2}
+
+
+def test_a_paused_job_can_be_suspended_and_deleted() -> None:
+    job = training_job(on_loss="WaitForReplacement", restart={"maxDisruptionsPerHour": 1})
+    lose_each_minute(job, S1, 1)
+    job.respec(replace(job.spec, suspend=True))
+    job.run(6)
+    assert job.status.phase is Phase.SUSPENDED
+    job.is_deleting = True
+    job.run(10)
+    assert job.is_removed
+
+
 def test_a_slice_that_does_not_come_up_does_not_stop_the_training() -> None:
     job = training_job()
     job.kill_slice(S1, capacity_gone=True)

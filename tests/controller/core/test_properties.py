@@ -116,6 +116,31 @@ def test_a_silence_is_an_outage_only_of_a_majority_of_at_least_two(count: int, s
     assert (job.ledger.incarnation == 1) == is_outage
 
 
+@settings(deadline=None, max_examples=8)
+@given(
+    limit=st.integers(1, 6),
+    every_s=st.sampled_from([20.0, 60.0, 90.0]),
+    policy=st.sampled_from(["WaitForReplacement", "WaitThenShrink", "ShrinkImmediately"]),
+    lost=st.lists(st.sampled_from([S0, S1, S2]), min_size=3, max_size=8),
+)
+def test_however_often_slices_are_lost_a_job_changes_a_bounded_number_of_times(
+    limit: int, every_s: float, policy: str, lost: list[SliceId]
+) -> None:
+    """(9): and it never fails for it, and trains again when the storm is over."""
+    timeouts = {"reportSeconds": 5}
+    job = training_job(on_loss=policy, restart={"maxDisruptionsPerHour": limit}, timeouts=timeouts)
+    for round_ in range(int(1800 / every_s)):
+        job.kill_slice(lost[round_ % len(lost)])
+        job.run(every_s, tick_s=1.0)
+    # Each disruption may cost a loss and a growth; in the storm the job only gets smaller.
+    assert job.ledger.incarnation <= 1 + 2 * limit + job.spec.slices.desired
+    assert job.ledger.finish is None
+    job.run(2, tick_s=1.0)
+    job.now_s += 3600
+    job.run(90, tick_s=0.5)
+    assert job.training() == {S0, S1, S2}
+
+
 @plays
 @given(steps=st.integers(1, 15), after_s=st.floats(0, 50))
 def test_nothing_changes_a_finished_job(steps: int, after_s: float) -> None:

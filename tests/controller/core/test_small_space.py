@@ -31,6 +31,7 @@ from everstep.controller.api.wire import (
 )
 from everstep.controller.core.invariants import find_violations
 from everstep.controller.core.ledger import (
+    Budgets,
     Finish,
     Incident,
     IncidentKind,
@@ -47,6 +48,7 @@ from everstep.controller.core.model import (
     Plan,
     ProcessState,
     SliceView,
+    StartSlice,
     View,
     WriteDirective,
 )
@@ -225,6 +227,14 @@ def standings(count: int) -> Iterator[Standing]:
             ),
         ),
     )
+    storm = Budgets(
+        disruptions=20, disrupted_at_s=tuple(NOW_S - 1200 + 60 * minute for minute in range(20))
+    )
+    yield Standing(name="running in a storm", ledger=replace(running, budgets=storm))
+    yield Standing(name="waiting in a storm", ledger=replace(waiting, budgets=storm))
+    yield Standing(
+        name="nobody left in a storm", ledger=replace(waiting, budgets=storm, members=())
+    )
     if count > 1:
         yield Standing(
             name="growing",
@@ -324,6 +334,7 @@ def _judge(view: View, standing: Standing, seen: tuple[Seen, ...]) -> Plan:
         third = decide(view, again.ledger, again.status)
         assert third.ledger == again.ledger, f"does not settle: {where}"
     _judge_liveness(made, where)
+    _judge_storm(standing, made, where)
     _judge_verdict(view, standing, made, seen, where)
     return made
 
@@ -336,6 +347,20 @@ def _judge_liveness(made: Plan, where: str) -> None:
     if made.ledger.stage is Stage.WAIT and turnover_ is not None:
         if turnover_.not_before_s > NOW_S:
             assert made.requeue_after_s is not None, where
+
+
+def _judge_storm(standing: Standing, made: Plan, where: str) -> None:
+    """(9): in a storm nothing is started, and what is waited for has an end."""
+    if not standing.name.endswith("in a storm"):
+        return
+    assert not [one for one in made.actions if isinstance(one, StartSlice)], where
+    assert set(made.ledger.members) <= set(standing.ledger.members), where
+    ready = next((one for one in made.status.conditions if one.type == "Ready"), None)
+    if made.ledger.stage is Stage.WAIT and ready is not None:
+        if ready.reason == Reason.DISRUPTION_STORM.value:
+            assert made.requeue_after_s is not None, where
+            assert made.status.wait_until_s is not None, where
+            assert NOW_S < made.status.wait_until_s <= NOW_S + 3600, where
 
 
 def _judge_verdict(

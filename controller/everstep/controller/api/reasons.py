@@ -121,7 +121,9 @@ TABLE: dict[Reason, ReasonEntry] = {
     Reason.STARTUP_FAILED: _entry(_W, "A worker could not be started.", _F),
     Reason.WAITING_FOR_REPLACEMENT: _entry(_I, "Waiting for a lost slice to be replaced."),
     Reason.BELOW_MINIMUM_SLICES: _entry(_W, "Fewer slices than the minimum are granted."),
-    Reason.DISRUPTION_STORM: _entry(_W, "Too many disruptions in an hour; growth pauses."),
+    Reason.DISRUPTION_STORM: _entry(
+        _W, "Too many disruptions in an hour; until there are fewer, no slice is started."
+    ),
     Reason.CONTROL_PLANE_OUTAGE: _entry(_W, "Most hosts went silent at once; handling pauses."),
     Reason.BACKING_OFF: _entry(_I, "Waiting before the next restart after a failure."),
     Reason.RESTART_BUDGET_EXHAUSTED: _entry(_E, "Too many failures within the window."),

@@ -140,3 +140,6 @@ class JobStatus(_Node, frozen=True, kw_only=True):
     conditions: tuple[Condition, ...] = ()
     started_at_s: float | None = None
     finished_at_s: float | None = None
+    wait_until_s: float | None = None
+    """When what the job waits for is over at the latest: a pause, a backoff, a replacement. None
+    when it waits for nothing, or for capacity or a person without an end."""

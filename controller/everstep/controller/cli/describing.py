@@ -46,6 +46,8 @@ def _head(record: JobRecord, now_s: float) -> list[str]:
         f"Failures:      {status.restarts.failures} ({counted})",
         f"Disruptions:   {status.restarts.disruptions}",
     ]
+    if status.wait_until_s is not None:
+        lines.insert(4, f"Waits until:   {timestamp(status.wait_until_s)} at the latest")
     if metadata.deleted_at is not None:
         lines.insert(4, f"Deleted:       {timestamp(metadata.deleted_at)}")
     if status.coordinator is not None:

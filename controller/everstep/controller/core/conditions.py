@@ -6,7 +6,14 @@ from everstep.controller.api.ids import SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.status import Condition, JobStatus, Phase
 from everstep.controller.api.suspicions import suspicions
+from everstep.controller.core.ledger import Stage
 from everstep.controller.core.turn import Turn
+
+_LESS_THAN_NEEDED = (
+    Reason.WAITING_FOR_REPLACEMENT,
+    Reason.BELOW_MINIMUM_SLICES,
+    Reason.DISRUPTION_STORM,
+)
 
 
 def judge_conditions(
@@ -16,7 +23,8 @@ def judge_conditions(
     ledger, suspect = turn.ledger, _suspect(turn)
     finish = ledger.finish
     is_ready = phase is Phase.RUNNING
-    degraded = is_ready and len(ledger.members) < turn.spec.slices.desired
+    is_less = is_ready and len(ledger.members) < turn.spec.slices.desired
+    degraded = is_less or (ledger.stage is Stage.WAIT and reason in _LESS_THAN_NEEDED)
     doomed: list[SliceId] = sorted(id_ for id_ in turn.notices if id_ in ledger.members)
     wanted = [
         ("Ready", is_ready, reason, message),

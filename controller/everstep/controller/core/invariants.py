@@ -63,6 +63,7 @@ def _judge_change(view: View, before: Ledger, plan: Plan) -> Iterator[str]:
             count = len(after.members)
             if not view.spec.slices.allows(count) or count > view.spec.slices.desired:
                 yield f"an incarnation begins on {count} slices, which is not allowed"
+            yield from _judge_storm(view, before, after)
             granted = {one.id for one in view.slices if one.capacity is Capacity.AVAILABLE}
             if not set(after.members) <= granted:
                 yield f"an incarnation begins on slices {after.members}, granted are {granted}"
@@ -73,6 +74,17 @@ def _judge_change(view: View, before: Ledger, plan: Plan) -> Iterator[str]:
     reason = after.budgets.charge.reason if after.budgets.charge is not None else None
     if failed and (reason is None or TABLE[reason].budget is not Budget.FAILURE):
         yield f"(4) {reason} was counted as a failure"
+
+
+def _judge_storm(view: View, before: Ledger, after: Ledger) -> Iterator[str]:
+    """(9): in a storm an incarnation begins on survivors alone."""
+    since_s = after.incarnation_at_s - 3600.0
+    recent = [at_s for at_s in after.budgets.disrupted_at_s if at_s > since_s]
+    if len(recent) < view.spec.restart.max_disruptions_per_hour:
+        return
+    started = {*after.fresh, *after.members} - (set(before.members) - set(after.fresh))
+    if started:
+        yield f"(9) slices {sorted(started)} are started in a storm"
 
 
 def _judge_actions(view: View, plan: Plan) -> Iterator[str]:

@@ -117,7 +117,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     failed_at_s: tuple[float, ...] = ()
     """Counted failures that may still lie in the window, oldest first."""
     disrupted_at_s: tuple[float, ...] = ()
-    """Disruptions of the last hour, oldest first."""
+    """Disruptions of the last hour, oldest first, as the storm guard counts them: slices that go
+    together are one."""
     failures_in_a_row: int = 0
     """Without progress between them; drives the backoff."""
     step_at_failure: Step = Step(0)

@@ -29,6 +29,9 @@ _RETRIED_AT_ONCE = frozenset(
 worker is training again before anybody has looked."""
 
 
+_NEVER_SHRINKING = (OnLoss.WAIT_FOR_REPLACEMENT, OnLoss.FAIL)
+
+
 def largest_allowed(slices: Slices, at_most: int) -> int | None:
     """Return the largest count that the job may run on, not above `at_most` or `desired`."""
     top = min(at_most, slices.desired)
@@ -51,14 +54,16 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
 
     Survivors come first, because they hold the newest step, then slices whose agents are up. Only
     where nobody survived, slices are counted that are granted but not started: then there is
-    nobody whom waiting for them would hold up.
+    nobody whom waiting for them would hold up. In a storm only survivors count (invariant 9): they
+    go on if they may without others, else the job pauses until the storm is over.
     """
     if turn.now_s < turnover.not_before_s:
         return Stay(reason=Reason.BACKING_OFF, until_s=turnover.not_before_s)
     survivors = [id_ for id_ in turn.ledger.members if turn.is_usable(id_)]
     ready = [id_ for id_ in ready_standby(turn) if id_ not in survivors]
     pool = survivors + ready
-    if not survivors:
+    calm_s = storm_until_s(turn)
+    if not survivors or calm_s is not None:
         pool += [id_ for id_ in granted(turn) if id_ not in ready]
     slices, elasticity = turn.spec.slices, turn.spec.elasticity
     count = largest_allowed(slices, len(pool))
@@ -66,8 +71,15 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
     if count is None:
         waits = Reason.NOT_SCHEDULED if is_first else Reason.BELOW_MINIMUM_SLICES
         return Stay(reason=waits)
-    go = Go(members=tuple(sorted(pool[:count])))
     wanted = largest_allowed(slices, turnover.count_wanted) or slices.desired
+    if calm_s is not None:
+        count = largest_allowed(slices, len(survivors))
+        is_short = count is not None and count < wanted and turnover.lost
+        if count is None or (is_short and elasticity.on_loss in _NEVER_SHRINKING):
+            return Stay(reason=Reason.DISRUPTION_STORM, until_s=calm_s)
+        # Nobody waits for a replacement that is not started.
+        return Go(members=tuple(sorted(survivors[:count])))
+    go = Go(members=tuple(sorted(pool[:count])))
     if count >= wanted or not turnover.lost:
         return go
     waits = Reason.NOT_SCHEDULED if is_first else Reason.WAITING_FOR_REPLACEMENT
@@ -113,14 +125,19 @@ def ready_standby(turn: Turn) -> list[SliceId]:
     )
 
 
-def is_storm(turn: Turn) -> bool:
-    """Whether so many disruptions fell into the last hour that growing would only add to them."""
+def storm_until_s(turn: Turn) -> float | None:
+    """Return when the storm guard lets go, or None when it does not hold.
+
+    It holds while so many disruptions fell into the last hour that whatever is started would only
+    be lost as well.
+    """
     recent = [at for at in turn.ledger.budgets.disrupted_at_s if at > turn.now_s - HOUR_S]
     limit = turn.spec.restart.max_disruptions_per_hour
     if len(recent) < limit:
-        return False
-    turn.wake_at(recent[len(recent) - limit] + HOUR_S)
-    return True
+        return None
+    until_s = recent[len(recent) - limit] + HOUR_S
+    turn.wake_at(until_s)
+    return until_s
 
 
 def may_grow(turn: Turn) -> bool:
@@ -129,7 +146,7 @@ def may_grow(turn: Turn) -> bool:
     Somebody who raises `desired` need not wait for the times, but a storm stops him too.
     """
     ledger, scale_up = turn.ledger, turn.spec.elasticity.scale_up
-    if ledger.turnover is not None or ledger.trained_since_s is None or is_storm(turn):
+    if ledger.turnover is not None or ledger.trained_since_s is None or storm_until_s(turn):
         return False
     if ledger.grow_asked:
         return True
@@ -175,7 +192,7 @@ def choose_standby(turn: Turn) -> tuple[SliceId, ...]:
         return ()
     if ledger.stage is Stage.WAIT:
         survivors = [id_ for id_ in ledger.members if turn.is_usable(id_)]
-        fresh = _startable(turn, present) if survivors else []
+        fresh = _startable(turn, present) if survivors and not storm_until_s(turn) else []
         return tuple((present + fresh)[: max(0, slices.desired - len(survivors))])
     fresh = []
     if ledger.incident is None and may_grow(turn):

@@ -23,7 +23,12 @@ from everstep.controller.core.conditions import judge_conditions
 from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
 from everstep.controller.core.ledger import IncidentKind, Stage
 from everstep.controller.core.model import Capacity, ProcessState, SliceView
-from everstep.controller.core.policy import Stay, choose_members, failures_in_window, is_storm
+from everstep.controller.core.policy import (
+    Stay,
+    choose_members,
+    failures_in_window,
+    storm_until_s,
+)
 from everstep.controller.core.turn import Turn
 
 
@@ -63,6 +68,7 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
         conditions=judge_conditions(turn, old, phase, reason, message),
         started_at_s=ledger.started_at_s,
         finished_at_s=None if ledger.finish is None else ledger.finish.at_s,
+        wait_until_s=_wait_until_s(turn, reason),
         **_figures(turn, old),
     )
 
@@ -159,7 +165,7 @@ def _sentence(turn: Turn, phase: Phase) -> tuple[Reason, str]:
         text = f"Incarnation {n} is {verb} on {of}. {TABLE[ledger.cause].sentence}"
         return Reason.RECOVERING, text
     if count < desired:
-        reason = Reason.DISRUPTION_STORM if is_storm(turn) else Reason.RUNNING_DEGRADED
+        reason = Reason.DISRUPTION_STORM if storm_until_s(turn) else Reason.RUNNING_DEGRADED
         return reason, f"Incarnation {n} is training on {of}. {TABLE[reason].sentence}"
     return Reason.ALL_SLICES_RUNNING, f"Incarnation {n} is training on {of}."
 
@@ -175,6 +181,16 @@ def _waiting(turn: Turn) -> tuple[Reason, str]:
     if kept:
         text += f" The newest step is kept in the memory of slices {kept}."
     return reason, text
+
+
+def _wait_until_s(turn: Turn, reason: Reason) -> float | None:
+    turnover = turn.ledger.turnover
+    if reason is Reason.DISRUPTION_STORM:
+        return storm_until_s(turn)
+    if turn.ledger.stage is not Stage.WAIT or turnover is None or turn.spec.suspend:
+        return None
+    decision = choose_members(turn, turnover)
+    return decision.until_s if isinstance(decision, Stay) else None
 
 
 def _draining(turn: Turn) -> tuple[Reason, str]:

@@ -16,6 +16,7 @@ from everstep.controller.api.ids import SliceId, Step
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.core.health import SliceHealth
 from everstep.controller.core.ledger import (
+    Budgets,
     Charge,
     Crash,
     Finish,
@@ -161,18 +162,32 @@ def charge_disruption(turn: Turn, reason: Reason, at_s: float, slice_: SliceId) 
             failures_in_a_row=max(0, budgets.failures_in_a_row - 1),
             charge=None,
         )
-    hour = [at for at in budgets.disrupted_at_s if at > turn.now_s - HOUR_S]
-    limit = turn.spec.restart.max_disruptions_per_hour
     budgets = replace(
         budgets,
         disruptions=budgets.disruptions + 1,
-        # Only the newest can matter for the storm guard, so the ledger stays small in any storm.
-        disrupted_at_s=(*hour, turn.now_s)[-max(limit, 1) :],
+        disrupted_at_s=_note_disruption(turn, budgets),
     )
     memories = _remember(turn.ledger.slices, slice_, disruptions=1, reason=reason)
     turn.change(budgets=budgets, slices=memories)
     key = f"lost-{turn.ledger.incarnation}-{slice_}"
     turn.tell(key, reason, f"Slice {slice_}: {TABLE[reason].sentence}", slice_)
+
+
+def _note_disruption(turn: Turn, budgets: Budgets) -> tuple[float, ...]:
+    """Return the times that the storm guard counts, this one among them.
+
+    Slices that go together are one disruption: a lost zone is no storm.
+    """
+    hour = tuple(at for at in budgets.disrupted_at_s if at > turn.now_s - HOUR_S)
+    limit = turn.spec.restart.max_disruptions_per_hour
+    if hour and turn.now_s - hour[-1] <= COALESCE_S:
+        return hour
+    if len(hour) < limit <= len(hour) + 1:
+        text = f"{limit} disruptions within an hour (restart.maxDisruptionsPerHour): "
+        text += TABLE[Reason.DISRUPTION_STORM].sentence
+        turn.tell(f"storm-{turn.ledger.incarnation}", Reason.DISRUPTION_STORM, text)
+    # Only the newest can matter for the storm guard, so the ledger stays small in any storm.
+    return (*hour, turn.now_s)[-limit:]
 
 
 def _explains(charge: Charge, at_s: float, slice_: SliceId) -> bool:
