@@ -32,7 +32,13 @@ def advance_incident(turn: Turn) -> None:
     incident = turn.ledger.incident
     if incident is not None:
         answer = turn.answer()
-        if answer is not None or turn.now_s >= incident.deadline_s:
+        is_over = answer is not None or turn.now_s >= incident.deadline_s
+        if is_over and demand is not None and _brings_notice(turn, incident, demand):
+            # What only those slices hold is taken from them before anybody goes on without them.
+            _open(turn, demand)
+            turn.wake_at(demand.deadline_s)
+            return
+        if is_over:
             _conclude(turn, incident, demand, answer)
             return
         turn.wake_at(incident.deadline_s)
@@ -66,6 +72,15 @@ def _replaces(incident: Incident, demand: Demand) -> bool:
         not set(demand.doomed) <= set(incident.doomed)
         or (demand.durable and not incident.durable)
         or (bool(demand.notices) and demand.deadline_s < incident.deadline_s - 1e-6)
+    )
+
+
+def _brings_notice(turn: Turn, incident: Incident, demand: Demand) -> bool:
+    """Whether slices are announced to go that the drain which is over knew nothing of."""
+    return (
+        demand.kind is IncidentKind.NOTICE
+        and not set(demand.doomed) <= set(incident.doomed)
+        and turn.now_s < demand.deadline_s
     )
 
 

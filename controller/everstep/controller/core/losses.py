@@ -193,9 +193,9 @@ def _cause_of_absence(turn: Turn, absent: Report, eldest: Ending) -> Cause:
     reason = Reason.WORKER_HUNG
     present = [turn.slices[id_] for id_ in turn.ledger.members if id_ in turn.slices]
     hosts = [HostId(one.id, host.host) for one in present for host in one.hosts]
-    text = f"Rank {hosts.index(absent.host)} (host {absent.host}) hangs. It did not take part in the step after "
-    text += f"step {absent.step}, for which rank {eldest.exit.rank} (host {eldest.host}) waited: "
-    text += f"{eldest.exit.message}".strip()
+    text = f"Rank {hosts.index(absent.host)} (host {absent.host}) hangs. It did not take part in "
+    text += f"the step after step {absent.step}, for which rank {eldest.exit.rank} "
+    text += f"(host {eldest.host}) waited: {eldest.exit.message}"
     return Cause(
         reason=reason, at_s=eldest.exit.at_s, slice=absent.host.slice, message=text.rstrip(": ")
     )

@@ -12,10 +12,12 @@ from everstep.controller.api.reasons import Reason
 from everstep.controller.api.spec import OnLoss, ScaleUpMode, Slices
 from everstep.controller.core.health import StandbyState, is_alive, judge_standby
 from everstep.controller.core.ledger import Budgets, Stage, Turnover
-from everstep.controller.core.model import ProcessState
+from everstep.controller.core.model import Capacity, ProcessState
 from everstep.controller.core.turn import Turn
 
 HOUR_S = 3600.0
+DRAIN_LATER_S_MIN = 5.0
+"""A member whose notice leaves less than this is not taken into another incarnation."""
 
 _RETRIED_AT_ONCE = frozenset(
     {
@@ -59,7 +61,9 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
     """
     if turn.now_s < turnover.not_before_s:
         return Stay(reason=Reason.BACKING_OFF, until_s=turnover.not_before_s)
-    survivors = [id_ for id_ in turn.ledger.members if turn.is_usable(id_)]
+    survivors = [
+        id_ for id_ in turn.ledger.members if turn.is_usable(id_) or _is_drained_later(turn, id_)
+    ]
     ready = [id_ for id_ in ready_standby(turn) if id_ not in survivors]
     pool = survivors + ready
     calm_s = storm_until_s(turn)
@@ -94,6 +98,23 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
         case OnLoss.WAIT_FOR_REPLACEMENT | OnLoss.FAIL:
             # A loss under `Fail` ended the job before; here it waits for its first slices.
             return Stay(reason=waits)
+
+
+def _is_drained_later(turn: Turn, id_: SliceId) -> bool:
+    """Whether a member goes on although it is announced to go, to be drained as one that trains.
+
+    That is so where its notice is seen in the pass in which the members had to stop for something
+    else: of a state that is sharded across slices it may hold what nobody else does. One that was
+    seen to be doomed while the job waited has given what it holds to storage.
+    """
+    turnover, notice, one = turn.ledger.turnover, turn.notices.get(id_), turn.slices.get(id_)
+    if turnover is None or turnover.halted_at_s != turn.now_s or notice is None or one is None:
+        return False
+    is_new = turnover.reason is not Reason.PREEMPTION_NOTICE and turn.is_doomed(id_)
+    lives = one.capacity is Capacity.AVAILABLE and all(
+        host.process is ProcessState.ALIVE for host in one.hosts
+    )
+    return is_new and lives and notice.deadline_s - turn.now_s >= DRAIN_LATER_S_MIN
 
 
 def _startable(turn: Turn, present: list[SliceId]) -> list[SliceId]:
