@@ -1,4 +1,4 @@
-"""One program in several JAX processes on this machine, joined by jax's own coordination service."""
+"""One program in several JAX processes on this machine, joined by JAX's own coordination."""
 
 from __future__ import annotations
 

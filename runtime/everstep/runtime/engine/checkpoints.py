@@ -222,6 +222,13 @@ class Checkpoints:
             ConfigurationError: there is no such step.
             StorageUnavailable: storage did not answer.
         """
+        return self._restore(like, step)[0]
+
+    def restore_newest(self, like: Any) -> tuple[Any, int]:
+        """As `restore` without a step; the state, and the step that it is of."""
+        return self._restore(like, None)
+
+    def _restore(self, like: Any, step: int | None) -> tuple[Any, int]:
         self._check_usable()
         self.wait()
         self._restores += 1
@@ -317,15 +324,38 @@ class Checkpoints:
                 failed[0].failure.add_note(str(other.failure))
             raise failed[0].failure
 
-    def _check_step(self, step: int) -> None:
+    def _check_step(self, step: Any) -> None:
         is_whole = isinstance(step, int) and not isinstance(step, bool)
         if not is_whole or step < 0:
             raise ConfigurationError("step", step, "a whole number, 0 or more")
         if self._step_last is not None and step <= self._step_last:
             raise ConfigurationError("step", step, f"more than {self._step_last}, the last one")
 
+    def claim(self) -> Incarnation:
+        """Make the run this program's now, and not at the first save.
+
+        Returns:
+            The incarnation in whose name it commits; 0 in processes that do not lead.
+
+        Raises:
+            StorageRefused: the folder cannot be written, or holds something that is no run.
+            Fenced: another job has the run.
+        """
+        self._check_usable()
+        if self._writer is None:
+            self._claim()
+        claim = self._ledger.own_claim
+        return claim.incarnation if claim is not None else Incarnation(0)
+
+    @property
+    def failure(self) -> CheckpointFailed | None:
+        """The first failure of a step that nobody was told of yet."""
+        return next(
+            (s.failure for s in self._unsettled if s.failure is not None and not s.was_told), None
+        )
+
     def _claim(self) -> Writer:
-        """Make the run this program's. Another process of it is told by the first draft."""
+        """Claim the run. Another process of it is told by the first draft."""
         if self._channel.process == 0:
             self._ledger.refresh()
             incarnation = Incarnation((self._ledger.newest_incarnation or 0) + 1)

@@ -57,8 +57,8 @@ def restore_parts(
     memory_bytes: int,
     wanted: int | None,
     log: logging.Logger,
-) -> Any:
-    """The newest of `commits` that every process can read.
+) -> tuple[Any, int]:
+    """The newest of `commits` that every process can read, and its step.
 
     Args:
         like: what is wanted; see `Checkpoints.restore`.
@@ -103,7 +103,7 @@ def restore_parts(
             raise
         why = _hear_all(channel, f"{key}/{attempt}", failure, deadline_s)
         if why is None:
-            return restored
+            return restored, step
         if lacking is None:
             log.warning("step %d is passed over: %s", step, why)
         tried.append(f"step {step}: {why}")

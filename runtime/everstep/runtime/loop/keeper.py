@@ -32,8 +32,10 @@ class Facts:
 class Keeper(Protocol):
     """Restores the state and takes copies of it. Called from the training's thread only."""
 
-    failure: BaseException | None
-    """Set from another thread when a background write failed; raised at the next boundary."""
+    @property
+    def failure(self) -> BaseException | None:
+        """Of a write in the background; raised at the next boundary."""
+        ...
 
     def restore(
         self, abstract: Any, shardings: list[Any], build_fresh: Callable[[], Any]
