@@ -26,6 +26,7 @@ from everstep.controller.api.wire import (
     Request,
     Settings,
 )
+from everstep.controller.local.addresses import choose_number
 from everstep.runtime.agent.channel import MetricsLine
 
 JOB_UID = "uid-1"
@@ -53,6 +54,11 @@ def settings_of(folder: Path, **changes: object) -> Settings:
         start_grace_s=30.0,
     )
     return msgspec.structs.replace(base, **changes)
+
+
+def free_number(name: str) -> int:
+    """A number whose addresses nobody uses now: other rigs, and jobs, may run beside this one."""
+    return choose_number(f"{name}-{os.getpid()}", (), port=PORT)
 
 
 @dataclass

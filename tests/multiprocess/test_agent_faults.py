@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from agent_rig import COORDINATOR_PORT, PORT, Rig, host, settings_of
+from agent_rig import COORDINATOR_PORT, PORT, Rig, free_number, host, settings_of
 from everstep.controller.api.wire import Command, ExitCause, HostPhase, WorkerExit
 from everstep.runtime.agent.wire import Refused
 from waiting import wait_for
@@ -27,7 +27,7 @@ HOSTS = (host(0), host(1))
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
+    number = free_number(request.node.nodeid)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.03"}
     yield rig

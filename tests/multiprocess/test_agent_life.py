@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_rig import Rig, host, settings_of
+from agent_rig import Rig, free_number, host, settings_of
 from everstep.controller.api.wire import ExitCause, HostPhase
 
 pytestmark = pytest.mark.processes
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
+    number = free_number(request.node.nodeid)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     yield rig
     rig.close()

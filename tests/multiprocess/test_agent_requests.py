@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_rig import Rig, host, settings_of
+from agent_rig import Rig, free_number, host, settings_of
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.wire import (
     Command,
@@ -29,7 +29,7 @@ HOSTS = (host(0), host(1), host(2))
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
+    number = free_number(request.node.nodeid)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.05"}
     yield rig

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from agent_rig import Rig, host, settings_of
+from agent_rig import Rig, free_number, host, settings_of
 from everstep.controller.api.wire import Command, HostPhase
 from everstep.runtime.checkpoint.discover import list_commits
 from everstep.runtime.storage.open import open_store
@@ -26,7 +26,7 @@ HOSTS = (host(0), host(1))
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
+    number = free_number(request.node.nodeid)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.05"}
     yield rig
@@ -117,7 +117,7 @@ def test_the_next_incarnation_does_not_wait_for_a_save(rig: Rig) -> None:
 
 def test_at_any_step_rate_a_step_that_is_due_is_written(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, snapshot_every_steps=1, checkpoint_every_steps=100)
-    rig = Rig(folder=tmp_path, number=77, settings=settings)
+    rig = Rig(folder=tmp_path, number=free_number("rate"), settings=settings)
     rig.environment = {"STEPS": "100000", "STEP_S": "0"}
     try:
         rig.start(host(0))

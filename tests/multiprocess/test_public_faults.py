@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent_rig import PROGRAM, Rig, host, settings_of
+from agent_rig import PROGRAM, Rig, free_number, host, settings_of
 from waiting import wait_for
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ WITH_A_HANDLER = (PROGRAM[0], "-c", PROLOGUE)
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
+    number = free_number(request.node.nodeid)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.03"}
     yield rig
