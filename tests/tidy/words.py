@@ -140,7 +140,9 @@ CALLS: tuple[BannedCall, ...] = (
         allowed={
             "controller/everstep/controller/ops/clock.py": "the one source of chance",
             "runtime/everstep/runtime/checkpoint/commit.py": "tells two writers of a draft apart",
+            "runtime/everstep/runtime/storage/datafiles.py": "names of data files",
             "runtime/everstep/runtime/storage/posix.py": "names of temporary files",
+            "runtime/everstep/runtime/storage/tensors.py": "the id that a database must have",
             "runtime/everstep/runtime/testing/local_slices.py": "plays the controller",
         },
     ),

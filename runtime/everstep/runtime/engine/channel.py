@@ -1,7 +1,7 @@
 """How the processes of one program tell each other small things, without a barrier.
 
-Under several processes that is JAX's own coordination service, which every launcher starts; this
-module, alone in the room, reaches for its client.
+Under several processes that is JAX's own coordination service, which is there however they were
+started; this module, alone in the room, reaches for its client.
 """
 
 from __future__ import annotations

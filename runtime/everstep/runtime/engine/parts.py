@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from everstep.runtime.checkpoint import orbax
 from everstep.runtime.errors import ConfigurationError, StateRefused
 from everstep.runtime.storage.manifest import PYTREE, STATE, digest
@@ -85,7 +87,9 @@ class PartFiles(Protocol):
         """The file, verified. Raises `KeyError` when there is none of that name."""
         ...
 
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """Of all files of the part that were written so far."""
+        ...
 
 
 @runtime_checkable
@@ -145,6 +149,8 @@ def file_part(name: str, value: Any, process: int, process_count: int) -> FilePa
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
         return FilePart("bytes", lambda files: files.write(BYTES_FILE, data), orbax_handler=None)
+    if not is_leaf(value):
+        return None  # Whatever methods its class has, jax knows it as a tree.
     if isinstance(value, PartHandler):
         return FilePart(str(value.describe()), value.write, orbax_handler=None)
     if isinstance(value, _Iterator):
@@ -157,6 +163,10 @@ def file_part(name: str, value: Any, process: int, process_count: int) -> FilePa
             is_everywhere=True,
         )
     return None
+
+
+def is_leaf(value: Any) -> bool:
+    return jax.tree_util.all_leaves([value])
 
 
 def _json_part(name: str, value: Any) -> FilePart:
