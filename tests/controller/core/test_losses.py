@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -389,6 +390,43 @@ def test_a_program_that_never_reaches_main_is_given_up_after_a_few_tries() -> No
     assert job.ledger.finish.reason is Reason.USER_ERROR
     assert "No module named 'mine'" in job.ledger.finish.message
     assert "3 times in a row" in job.ledger.finish.message
+
+
+def fail_at_import(job: SimulatedJob, messages: Iterator[str]) -> None:
+    """Every worker that is started ends before `es.main`, with the next of the messages."""
+    incarnation, message = job.ledger.incarnation, ""
+    for _ in range(600):
+        if job.ledger.incarnation > incarnation:
+            incarnation = job.ledger.incarnation
+            message = next(messages, "")
+        for agent in list(job.agents.values()):
+            if message and agent.is_alive and agent.worker is Worker.RESTORING:
+                job.end_worker(agent, ExitCause.USER_ERROR, message=message, before_main=True)
+        job.advance()
+        job.run_pass()
+
+
+def test_errors_at_import_that_differ_are_not_given_up_early() -> None:
+    job = SimulatedJob(make_spec(restart={"maxRestarts": 50}))
+    fail_at_import(job, iter(["OSError: busy", "OSError: away", "ValueError: late"]))
+    assert job.ledger.finish is None
+    assert job.training() == {0, 1, 2}
+
+
+def test_other_failures_do_not_count_as_tries_of_an_import() -> None:
+    job = SimulatedJob(make_spec(restart={"maxRestarts": 50}))
+    kills = 0
+    for _ in range(100):
+        job.advance()
+        if kills < 2 and any(one.worker is Worker.RESTORING for one in job.agents.values()):
+            job.kill_worker(HostId(S0, 0))
+            kills += 1
+        job.run_pass()
+        if job.status.restarts.failures == 2:
+            break
+    fail_at_import(job, iter(["OSError: busy"]))
+    assert job.status.restarts.failures == 3
+    assert job.training() == {0, 1, 2}
 
 
 def test_a_program_that_once_trained_is_tried_for_as_long_as_the_budget_allows() -> None:

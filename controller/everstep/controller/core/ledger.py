@@ -132,6 +132,13 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
+class BadStart(msgspec.Struct, frozen=True, kw_only=True):
+    """An error that the program ended with before `es.main`, and how often in a row."""
+
+    message: str
+    count: int
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     succeeded: bool
     reason: Reason
@@ -174,6 +181,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     slices: tuple[SliceMemory, ...] = ()
     budgets: Budgets = Budgets()
     crash: Crash | None = None
+    bad_start: BadStart | None = None
     restore_set_aside: tuple[Step, ...] = ()
     notices_served: tuple[str, ...] = ()
     """Notices answered by a checkpoint alone; they ask for nothing more."""

@@ -17,7 +17,7 @@ from everstep.controller.core.health import (
     worker_endings,
 )
 from everstep.controller.core.incidents import conclude_notice, end_for_loss
-from everstep.controller.core.ledger import IncidentKind, Stage
+from everstep.controller.core.ledger import BadStart, IncidentKind, Stage
 from everstep.controller.core.model import ProcessState
 from everstep.controller.core.transitions import (
     COALESCE_S,
@@ -32,7 +32,7 @@ from everstep.controller.core.turn import Turn
 
 _SIGABRT = 6
 IMPORT_TRIES = 3
-"""A program that ends before its first line of training, again and again, will do so for ever."""
+"""A program that ends before `es.main` with one and the same error will do so for ever."""
 
 _REASONS = {
     ExitCause.SIGNALED: Reason.WORKER_KILLED,
@@ -96,8 +96,7 @@ def handle_losses(turn: Turn) -> None:
             _judge_crash(turn, ending)
         words = _words(ending) if ending else cause.message or _words_of_lost(cause, lost)
         charge_failure(turn, cause, words)
-        if ending is not None and ending.exit.is_before_main:
-            _end_if_never_begun(turn, ending)
+        _judge_start(turn, ending)
     _forbid(turn, lost)
 
 
@@ -238,12 +237,19 @@ def _lose_waiting(turn: Turn, lost: list[SliceHealth]) -> None:
     _forbid(turn, lost)
 
 
-def _end_if_never_begun(turn: Turn, ending: Ending) -> None:
-    """End a job whose program never got as far as training.
+def _judge_start(turn: Turn, ending: Ending | None) -> None:
+    """Count equal errors before `es.main`, and end a job whose program cannot begin.
 
-    One that trained before was good then: what it needs may be away for a while.
+    One that trained before was good then: what it needs may be away for a while. So may what an
+    error names that is another one each time.
     """
-    tries = turn.ledger.budgets.failures_in_a_row + 1
+    old = turn.ledger.bad_start
+    if ending is None or not ending.exit.is_before_main:
+        turn.change(bad_start=None)
+        return
+    is_same = old is not None and old.message == ending.exit.message
+    tries = old.count + 1 if old is not None and is_same else 1
+    turn.change(bad_start=BadStart(message=ending.exit.message, count=tries))
     if turn.ledger.stage is Stage.FINISHED or tries < IMPORT_TRIES or turn.newest_step() > 0:
         return
     text = f"{_words(ending)} So {tries} times in a row, before es.main."
