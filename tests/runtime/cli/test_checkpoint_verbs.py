@@ -9,11 +9,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
+import everstep.runtime as es
 from checkpoints import array, claimed, path, random_values, same_bits, save, tree_of
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.runtime.checkpoint.commit import begin
@@ -313,3 +315,34 @@ def test_the_verbs_are_part_of_the_one_command_line() -> None:
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert "verify" in done.stdout
+
+
+def test_named_parts_are_shown_verified_and_exported_each(tmp_path: Path) -> None:
+    with es.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(
+            5,
+            es.Parts(
+                model={"w": jnp.arange(4.0)}, opt={"mu": jnp.ones(3)}, data=es.Json({"at": 7})
+            ),
+            metadata={"loss": 0.5},
+        )
+    runner = CliRunner()
+
+    def ok(*words: str) -> str:
+        done = runner.invoke(app, [*words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    uri = str(tmp_path / "run")
+    assert "model,opt,data" in ok("ls", uri)
+    assert 'metadata={"loss":' in ok("ls", uri)
+    shown = ok("show", uri)
+    assert "part data: metadata" in shown
+    assert "model" in shown
+    assert "28 bytes in 2 leaves" in ok("verify", uri)
+    target = tmp_path / "model.safetensors"
+    ok("export", uri, str(target), "--format", "safetensors", "--item", "model")
+    assert load_file(target)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    (damaged,) = (tmp_path / "run").glob("step-*/data/metadata")
+    damaged.write_text("{}")
+    assert runner.invoke(app, ["verify", uri]).exit_code == 1

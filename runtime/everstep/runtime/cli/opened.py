@@ -17,8 +17,9 @@ from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import Leaf, TreeSpec
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
+from everstep.runtime.storage.manifest import PYTREE
 from everstep.runtime.storage.open import open_store
-from everstep.runtime.storage.reader import CheckpointReader
+from everstep.runtime.storage.reader import CheckpointReader, read_item_file, read_manifest
 
 READ_BYTES = 64 << 20
 """So much of a leaf is read at once."""
@@ -44,6 +45,13 @@ class OpenedStep:
     step: Step
     commit: Commit
     items: Mapping[str, ItemReader]
+    """Those of arrays."""
+    others: Mapping[str, tuple[str, ...]]
+    """The files of the rest."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.items, *self.others)
 
     @property
     def size_bytes(self) -> int:
@@ -93,8 +101,19 @@ class OpenedRun:
         Raises:
             CheckpointInvalid: a small file is missing or altered.
         """
-        reader = CheckpointReader(self.store, commit)
-        return OpenedStep(step=commit.step, commit=commit, items={"state": reader})
+        manifest = read_manifest(self.store, commit)
+        items = {
+            name: CheckpointReader(self.store, commit, name)
+            for name, item in manifest.items.items()
+            if item.handler == PYTREE
+        }
+        others = {
+            name: item.files for name, item in manifest.items.items() if item.handler != PYTREE
+        }
+        for name, files in others.items():
+            for file in files:
+                read_item_file(self.store, commit, manifest, name, file)
+        return OpenedStep(step=commit.step, commit=commit, items=items, others=others)
 
     def opened(self) -> Iterator[tuple[Commit, OpenedStep | CheckpointInvalid]]:
         """All steps, oldest first; a damaged one as its error."""

@@ -55,12 +55,16 @@ def step_row(commit: Commit, opened: OpenedStep | CheckpointInvalid, *, now_s: f
         step=commit.step,
         size_bytes=found.size_bytes if found is not None else None,
         leaves=found.leaves if found is not None else None,
-        items=tuple(found.items) if found is not None else (),
+        items=found.names if found is not None else (),
         committed_at_s=commit.committed_at_s,
         age_s=max(now_s - commit.committed_at_s, 0.0),
         incarnation=commit.incarnation,
         job_uid=commit.job_uid,
-        metadata={key: value for key, value in commit.extra.items() if key != INLINE},
+        metadata={
+            key: value
+            for key, value in commit.extra.items()
+            if key != INLINE and not key.startswith("everstep.")
+        },
         folder=commit.folder,
         problem=problem,
     )
@@ -137,6 +141,8 @@ def print_step(opened: OpenedStep, rows: Sequence[LeafRow]) -> None:
         cells = [row.leaf, what, chunk, size_words(row.size_bytes) if row.size_bytes else ""]
         table.add_row(*([row.item] if has_items else []), *cells)
     _print(table)
+    for name, files in opened.others.items():
+        print(f"part {name}: {', '.join(files)}")
 
 
 def print_differences(a: int, b: int, found: Sequence[tuple[str, Difference]]) -> None:
