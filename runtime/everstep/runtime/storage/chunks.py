@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def noted(request: int, damages: dict[int, StoredDamage]) -> Iterator[None]:
+def noted(request: int, damages: dict[int, StoredDamage]) -> Generator[None]:
     """Note the first damage of a request, and go on."""
     try:
         yield

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -351,7 +351,7 @@ def _reading(descriptor: int, path: str, offset: int) -> Callable[[Bytes], None]
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _opened(path: str) -> Generator[int]:
     """A file to be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -367,7 +367,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _in_our_words(path: str) -> Iterator[None]:
+def _in_our_words(path: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
@@ -375,7 +375,7 @@ def _in_our_words(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _synced_file(path: str) -> Iterator[int]:
+def _synced_file(path: str) -> Generator[int]:
     """A new file, or an old one emptied; synced when the block ends well."""
     with _in_our_words(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
