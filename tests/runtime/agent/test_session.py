@@ -151,6 +151,10 @@ def test_the_lead_of_a_waiting_job_saves_what_the_others_hold() -> None:
         one.run(directive(1, [0, 1]))
     assert events.SaveHeld(directive=waiting, is_leaving=False) in lead.see(waiting)
     assert events.SaveHeld not in kinds(other.see(waiting))
+    lead.feed(events.HeldSaved(sequence=100, at_s=lead.now_s))
+    assert lead.state.save_settled is None
+    lead.feed(events.HeldSaved(sequence=101, at_s=lead.now_s))
+    assert lead.state.save_settled == 101
 
 
 def test_a_worker_ended_because_of_a_wait_is_nobodys_news() -> None:  # S4

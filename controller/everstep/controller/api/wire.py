@@ -248,6 +248,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restore: RestoreFigures | None = None
     fenced_by: Incarnation | None = None
     """A newer incarnation was seen in storage; this agent has stopped its worker."""
+    save_settled: int | None = None
+    """Lead only: the sequence of the directive to wait for which what the members hold is on
+    storage, or cannot be brought there. More waiting for it changes nothing."""
     program_ready: bool = True
     """Whether a worker could be started at once. False while the program is still being imported;
     the members of a growing job train on meanwhile."""

@@ -111,6 +111,8 @@ class Session:
     notice: NoticeReport | None = None
     restore: RestoreFigures | None = None
     fenced_by: Incarnation | None = None
+    save_settled: int | None = None
+    """Sequence of the newest directive to wait for which the save of what is held is over."""
 
     @property
     def is_lead(self) -> bool:
@@ -463,7 +465,7 @@ def _take_saved(state: Session, event: HeldSaved) -> Result:
     if directive is None or directive.sequence != event.sequence:
         return state, ()
     if directive.command is not Command.STOP:
-        return state, (Publish(),)
+        return replace(state, save_settled=event.sequence), (Publish(),)
     return state, (Publish(), Leave(code=EXIT_STOPPED))
 
 

@@ -63,6 +63,7 @@ class Reports:
             notice=state.notice,
             restore=state.restore,
             fenced_by=state.fenced_by,
+            save_settled=state.save_settled,
             program_ready=host.program.is_ready,
             fork_refused=host.program.fork_refused,
             storage_error=host.checkpoints.error,
