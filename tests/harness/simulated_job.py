@@ -92,6 +92,7 @@ class Agent:
     report: Report | None = None
     is_deaf: bool = False
     """Alive and reporting, but it follows no directive."""
+    save_settled: int | None = None
     crashes_at: int | None = None
     """The worker raises when it reaches this step."""
     begins_ahead: bool = False
@@ -146,6 +147,8 @@ class SimulatedJob:
         """The way to the controller is cut: agents live, their reports do not arrive."""
         self._stored: tuple[bytes, bytes] = (encode(Ledger()), encode(JobStatus()))
         self._version = 0
+        self.refuses_saves = False
+        """What members hold is not enough for a checkpoint, or storage does not take it."""
         self._pid = 100
         self._lineage_step = 0
         self.restores: dict[int, tuple[int, int]] = {}
@@ -486,7 +489,10 @@ class SimulatedJob:
             for host in member.hosts:
                 agent = self.agents.get(HostId(member.slice, host.host))
                 if agent is not None and agent.is_alive and not agent.is_frozen:
-                    self.committed = max([self.committed, *agent.memory])
+                    if not self.refuses_saves:
+                        self.committed = max([self.committed, *agent.memory])
+                    if agent.host == directive.lead:
+                        agent.save_settled = directive.sequence
 
     def _members(self) -> list[Agent | None]:
         directive = self.directive
@@ -645,6 +651,7 @@ class SimulatedJob:
             missing=agent.missing,
             notice=agent.notice,
             restore=agent.restore,
+            save_settled=agent.save_settled,
             program_ready=self.now_s >= agent.born_s + self.timing.start_s + self.timing.import_s,
         )
 

@@ -15,7 +15,7 @@ from everstep.controller.api.spec import JobSpec
 from everstep.controller.api.status import Phase
 from everstep.controller.api.wire import Command, ExitCause, WorkerExit
 from everstep.controller.core.ledger import Stage
-from everstep.controller.core.plan import SAVE_PATIENCE_S
+from everstep.controller.core.saving import SAVE_PATIENCE_S
 from simulated_job import SimulatedJob, Timing
 
 S0, S1, S2 = SliceId(0), SliceId(1), SliceId(2)
@@ -668,7 +668,12 @@ def test_a_job_that_is_suspended_while_it_waits_keeps_its_memory_until_it_is_dur
     job = waiting_job()
     held = max(job.agents[HostId(S1, 0)].memory)
     job.respec(replace(job.spec, suspend=True))
+    job.run(0.3)
+    assert job.status.phase is Phase.CHECKPOINTING
+    assert condition(job, "Suspended")[0] == "False"
     job.run(6)
+    assert job.status.phase.value == "Suspended"
+    assert condition(job, "Suspended")[0] == "True"
     assert job.committed == held
     assert job.ledger.members == ()
     assert not any(agent.is_alive for agent in job.agents.values())
@@ -689,4 +694,13 @@ def test_a_suspended_job_does_not_wait_for_ever_for_memory_that_is_not_saved() -
         job.agents[HostId(id_, 0)].is_deaf = True
     job.respec(replace(job.spec, suspend=True))
     job.run(SAVE_PATIENCE_S + 60, tick_s=1.0)
+    assert job.ledger.members == ()
+    assert "was reached, and step" in job.status.message
+
+
+def test_a_suspended_job_does_not_keep_memory_that_cannot_be_saved() -> None:
+    job = waiting_job()
+    job.refuses_saves = True
+    job.respec(replace(job.spec, suspend=True))
+    job.run(4)
     assert job.ledger.members == ()

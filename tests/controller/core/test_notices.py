@@ -337,6 +337,117 @@ def test_a_slice_under_notice_is_not_chosen() -> None:
     assert job.ledger.incarnation == 2
 
 
+def waiting_job() -> SimulatedJob:
+    """It has lost a slice and waits for it; the survivors hold a step that storage has not."""
+    job = training_job(on_loss="WaitThenShrink", wait_s=600)
+    job.take(S0)
+    job.run(0.2)
+    assert job.ledger.stage is Stage.WAIT
+    assert job.committed < max(job.agents[HostId(S1, 0)].memory)
+    return job
+
+
+def lose_and_notify(job: SimulatedJob, notice_s: float = 20) -> None:
+    """Slice 0 is lost; while the job waits for it, slice 1 is announced to go."""
+    job.kill_slice(S0, capacity_gone=True)
+    job.run(0.1)
+    assert job.ledger.stage is Stage.WAIT
+    job.notify(S1, notice_s)
+
+
+def test_what_a_waiting_survivor_holds_is_durable_before_it_is_let_go() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=0.5, scale_up={"mode": "Never"})
+    held = max(job.agents[HostId(S1, 0)].memory)
+    assert job.committed < held
+    lose_and_notify(job)
+    job.run(0.5)
+    assert job.ledger.stage is Stage.WAIT
+    assert job.ledger.members == (1, 2)
+    assert job.status.conditions[0].reason == Reason.PREEMPTION_NOTICE.value
+    assert job.status.wait_until_s is not None
+    assert job.status.wait_until_s <= job.now_s + 20
+    while job.committed < held:
+        assert job.agents[HostId(S1, 0)].is_alive
+        job.run(0.1)
+    job.run(2)
+    assert job.training() == {2}
+    assert job.ledger.incarnation == 2
+    assert job.status.restarts.disruptions == 2
+    assert job.status.restarts.failures == 0
+
+
+def test_a_notice_to_a_survivor_does_not_end_the_wait_for_a_replacement() -> None:
+    job = waiting_job()
+    job.notify(S1, 20)
+    job.run(8)
+    assert job.ledger.stage is Stage.WAIT
+    assert job.committed >= max(job.agents[HostId(S1, 0)].memory)
+    job.run(14)
+    assert job.ledger.members == (2,)
+    for id_ in (S0, S1):
+        job.give(id_)
+    job.run(5)
+    assert job.training() == {0, 1, 2}
+    assert job.ledger.incarnation == 2
+    assert job.status.restarts.disruptions == 2
+
+
+def test_a_survivor_that_cannot_save_is_not_waited_for() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=0.5, scale_up={"mode": "Never"})
+    job.refuses_saves = True
+    lose_and_notify(job, notice_s=600)
+    job.run(3.5)
+    assert job.training() == {2}
+
+
+def test_a_survivor_that_does_not_answer_is_waited_for_until_its_budget_is_over() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=0.5, scale_up={"mode": "Never"})
+    for id_ in (S1, S2):
+        job.agents[HostId(id_, 0)].is_deaf = True
+    lose_and_notify(job, notice_s=600)
+    job.run(5)
+    assert job.ledger.stage is Stage.WAIT
+    job.agents[HostId(S2, 0)].is_deaf = False
+    job.run(3)
+    assert job.training() == {2}
+
+
+def test_a_notice_withdrawn_from_a_survivor_keeps_it() -> None:
+    job = training_job(on_loss="WaitThenShrink", wait_s=0.5, scale_up={"mode": "Never"})
+    lose_and_notify(job)
+    job.run(0.3)
+    job.withdraw(S1)
+    job.run(2)
+    assert job.training() == {1, 2}
+    assert job.status.restarts.disruptions == 1
+
+
+def test_under_the_policy_fail_a_survivor_that_has_to_leave_ends_the_job() -> None:
+    job = training_job(on_loss="Fail")
+    job.raise_in_worker(HostId(S0, 0))
+    job.run(0.2)
+    assert job.ledger.stage is Stage.WAIT
+    job.notify(S1, 20)
+    job.run(6)
+    assert job.ledger.finish is not None
+    assert job.ledger.finish.reason is Reason.LOSS_FORBIDDEN
+
+
+def test_a_worker_that_ends_in_a_drain_does_not_cost_what_the_doomed_slice_holds() -> None:
+    job = training_job(timing=Timing(hold_s=30), scale_up={"mode": "Never"})
+    job.notify(S1, 40)
+    job.run(0.5)
+    held = max(job.agents[HostId(S1, 0)].memory)
+    job.kill_worker(HostId(S2, 0))
+    job.run(2.4)
+    assert job.ledger.stage is Stage.WAIT
+    assert job.agents[HostId(S1, 0)].is_alive
+    job.run(3)
+    assert job.committed >= held
+    assert job.training() == {0, 2}
+    assert job.status.restarts.disruptions == 1
+
+
 def test_survivors_of_no_allowed_count_leave_with_the_doomed() -> None:
     job = training_job(desired=4, slices={"min": 1, "allowedCounts": [2, 4]})
     job.notify(S0, 20)

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.spec import OnLoss, PlannedAction
+from everstep.controller.core.deadlines import active_until_s, drain_until_s
 from everstep.controller.core.ledger import IncidentKind
 from everstep.controller.core.model import Notice, NoticeClass
 from everstep.controller.core.policy import is_growth_ready, largest_allowed
 from everstep.controller.core.turn import Turn
-
-_MARGIN_SHARE = 0.25
-"""A notice shorter than the margin keeps three quarters of itself for the drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +63,6 @@ def find_demand(turn: Turn) -> Demand | None:
     return _find_checkpoint(turn)
 
 
-def deadline_text(turn: Turn) -> str:
-    limit_s = turn.spec.active_deadline_seconds or 0.0
-    return f"The job ran longer than {limit_s:g} s (spec.activeDeadlineSeconds)."
-
-
-def active_until_s(turn: Turn) -> float | None:
-    limit_s, since_s = turn.spec.active_deadline_seconds, turn.ledger.started_at_s
-    return None if limit_s is None or since_s is None else since_s + limit_s
-
-
 def _answer_notices(turn: Turn, announced: list[Notice]) -> Demand:
     members = turn.ledger.members
     doomed = {notice.slice for notice in announced}
@@ -87,22 +75,12 @@ def _answer_notices(turn: Turn, announced: list[Notice]) -> Demand:
     return Demand(
         kind=IncidentKind.NOTICE,
         cause_at_s=first.first_seen_s,
-        deadline_s=min(_drain_until_s(turn, notice) for notice in announced),
+        deadline_s=min(drain_until_s(turn, notice) for notice in announced),
         doomed=tuple(id_ for id_ in members if id_ in leaving),
         durable=count is None or turn.spec.elasticity.on_loss is OnLoss.FAIL,
         slice=first.slice,
         notices=tuple(sorted(notice.id for notice in announced)),
     )
-
-
-def _drain_until_s(turn: Turn, notice: Notice) -> float:
-    """Return the deadline of the drain: the notice's, less a margin, and not absurdly late."""
-    emergency, timeouts = turn.spec.checkpoint.emergency, turn.spec.runtime.timeouts
-    length_s = max(0.0, notice.deadline_s - notice.first_seen_s)
-    margin_s = min(emergency.safety_margin_seconds, _MARGIN_SHARE * length_s)
-    began_s = turn.now_s if turn.ledger.incident is None else turn.ledger.incident.decided_at_s
-    latest_s = began_s + max(emergency.budget_seconds, timeouts.progress_seconds)
-    return min(notice.deadline_s - margin_s, latest_s)
 
 
 def _find_checkpoint(turn: Turn) -> Demand | None:
@@ -121,7 +99,7 @@ def _find_checkpoint(turn: Turn) -> Demand | None:
     return Demand(
         kind=IncidentKind.CHECKPOINT,
         cause_at_s=first.first_seen_s,
-        deadline_s=min(_drain_until_s(turn, notice) for notice in open_),
+        deadline_s=min(drain_until_s(turn, notice) for notice in open_),
         durable=True,
         slice=first.slice,
         notices=tuple(sorted(notice.id for notice in open_)),

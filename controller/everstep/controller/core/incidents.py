@@ -15,7 +15,8 @@ from everstep.controller.api.ids import SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.spec import OnLoss
 from everstep.controller.api.wire import ExitCause, Held, HostPhase
-from everstep.controller.core.demands import Demand, deadline_text, find_demand
+from everstep.controller.core.deadlines import deadline_text
+from everstep.controller.core.demands import Demand, find_demand
 from everstep.controller.core.ledger import Incident, IncidentKind, Stage
 from everstep.controller.core.model import ProcessState
 from everstep.controller.core.policy import ready_standby
@@ -176,7 +177,8 @@ def _conclude(turn: Turn, incident: Incident, demand: Demand | None, answer: Hel
             halt(turn, cause, staying, lost=False, drain_s=drain_s)
         case IncidentKind.NOTICE:
             surplus = demand.doomed if demand is not None else ()
-            conclude_notice(turn, also_leaving=surplus, drain_s=drain_s)
+            doomed = [id_ for id_ in members if turn.is_doomed(id_)]
+            conclude_notice(turn, [*doomed, *surplus], drain_s=drain_s)
 
 
 def _is_demanded(turn: Turn, incident: Incident, demand: Demand | None) -> bool:
@@ -201,24 +203,41 @@ def _revoke(turn: Turn, incident: Incident, answer: Held | None, drain_s: float)
 
 
 def conclude_notice(
-    turn: Turn, *, also_leaving: Sequence[SliceId], drain_s: float | None = None
+    turn: Turn, leaving: Sequence[SliceId], *, drain_s: float | None = None
 ) -> None:
-    """Go on without the slices under notice, and without others that have to leave as well."""
+    """Go on without slices that have to leave or were lost meanwhile.
+
+    A slice under notice that is not among them keeps what it holds until `saving` lets it go.
+    """
     incident, members = turn.ledger.incident, turn.ledger.members
     if incident is None:
         return
-    doomed = [id_ for id_ in members if turn.is_doomed(id_)]
+    doomed = [id_ for id_ in members if turn.is_doomed(id_) and id_ in leaving]
     reason = Reason.PREEMPTION_NOTICE
     cause = Cause(reason=reason, at_s=incident.cause_at_s, slice=incident.slice)
-    staying = [id_ for id_ in members if id_ not in {*doomed, *also_leaving}]
+    staying = [id_ for id_ in members if id_ not in leaving]
     spent_s = turn.now_s - incident.decided_at_s if drain_s is None else drain_s
     halt(turn, cause, staying, lost=True, drain_s=spent_s)
     for id_ in doomed:
         charge_disruption(turn, reason, incident.cause_at_s, id_)
     if turn.spec.elasticity.on_loss is OnLoss.FAIL:
-        slices = ", ".join(str(id_) for id_ in members if id_ not in staying)
-        text = f"Slices {slices} had to leave, and elasticity.onLoss is Fail."
-        finish(turn, Reason.LOSS_FORBIDDEN, text)
+        forbid_leaving(turn, [id_ for id_ in members if id_ in leaving or turn.is_doomed(id_)])
+
+
+def forbid_leaving(turn: Turn, leaving: Sequence[SliceId]) -> None:
+    """End a job that is not to go on with fewer slices."""
+    slices = ", ".join(str(id_) for id_ in leaving)
+    text = f"Slices {slices} had to leave, and elasticity.onLoss is Fail."
+    finish(turn, Reason.LOSS_FORBIDDEN, text)
+
+
+def let_go(turn: Turn, leaving: Sequence[SliceId]) -> None:
+    """Take members under notice out of a job that waits, and count what befell them."""
+    turn.change(members=tuple(id_ for id_ in turn.ledger.members if id_ not in leaving))
+    for id_ in leaving:
+        charge_disruption(turn, Reason.PREEMPTION_NOTICE, turn.notices[id_].first_seen_s, id_)
+    if turn.spec.elasticity.on_loss is OnLoss.FAIL:
+        forbid_leaving(turn, leaving)
 
 
 def _tell_outcome(turn: Turn, incident: Incident, answer: Held | None) -> None:

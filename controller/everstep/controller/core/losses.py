@@ -111,7 +111,11 @@ def _cut_drain_short(turn: Turn, lost: list[SliceHealth], endings: list[Ending])
         turn.wake_at(due_s)
         if turn.now_s < due_s or turn.answer() is not None:
             return
-    conclude_notice(turn, also_leaving=[one.id for one in lost])
+    leaving = [one.id for one in lost]
+    answer = turn.answer()
+    if answer is not None and answer.complete:
+        leaving += [id_ for id_ in turn.ledger.members if turn.is_doomed(id_)]
+    conclude_notice(turn, leaving)
     charge_lost(turn, [one for one in lost if not turn.is_doomed(one.id)])
 
 

@@ -9,14 +9,15 @@ from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.status import JobStatus
 from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.actions import derive_actions
-from everstep.controller.core.demands import active_until_s, deadline_text
+from everstep.controller.core.deadlines import active_until_s, deadline_text
 from everstep.controller.core.health import StandbyState, is_done, judge_standby
-from everstep.controller.core.incidents import advance_incident, call_back
+from everstep.controller.core.incidents import advance_incident, call_back, let_go
 from everstep.controller.core.ledger import Ledger, Stage, Standby, Turnover
 from everstep.controller.core.losses import handle_losses, refuse
 from everstep.controller.core.model import Plan, View
 from everstep.controller.core.policy import Go, choose_members, choose_standby
 from everstep.controller.core.recoveries import close_turnover, update_rows
+from everstep.controller.core.saving import save_all_until_s
 from everstep.controller.core.standing import describe_job, without_figures
 from everstep.controller.core.transitions import finish, go, rest_standby
 from everstep.controller.core.turn import Turn
@@ -24,10 +25,6 @@ from everstep.controller.core.turn import Turn
 _REQUEUE_S_MIN = 0.02
 _DONE_GRACE_S = 5.0
 """How long the other hosts may take to end after the lead said that all is done and durable."""
-
-SAVE_PATIENCE_S = 300.0
-"""How long a job that is suspended while it waits keeps its slices, for what their memory alone
-holds to reach storage."""
 
 
 def plan(view: View, ledger: Ledger, status: JobStatus, now_s: float, *, fresh_token: str) -> Plan:
@@ -157,6 +154,15 @@ def _leave_wait(turn: Turn) -> None:
         turn.change(turnover=turnover)
     decision = choose_members(turn, turnover)
     if isinstance(decision, Go):
+        staying = decision.members
+        leaving = [id_ for id_ in ledger.members if turn.is_doomed(id_) and id_ not in staying]
+        if leaving:
+            let_go(turn, leaving)
+            if turn.ledger.stage is Stage.FINISHED:
+                return
+            # What was counted for them may be what makes it a storm.
+            decision = choose_members(turn, turnover)
+    if isinstance(decision, Go):
         go(turn, decision.members)
     elif decision.until_s is not None:
         turn.wake_at(decision.until_s)
@@ -167,29 +173,11 @@ def _suspend(turn: Turn) -> None:
     ledger = turn.ledger
     if ledger.standby:
         turn.change(standby=())
-    if ledger.members and not _is_saving(turn):
+    if ledger.members and save_all_until_s(turn) is None:
         turn.change(members=())
     if ledger.turnover is not None and ledger.turnover.reason is not Reason.SUSPENDED:
         turnover = replace(ledger.turnover, reason=Reason.SUSPENDED, lost=False, not_before_s=0.0)
         turn.change(turnover=turnover)
-
-
-def _is_saving(turn: Turn) -> bool:
-    """Whether members that wait hold a step which they can still bring to storage.
-
-    They do so by themselves while a job waits; storage that refuses is not waited for.
-    """
-    turnover = turn.ledger.turnover
-    reports = [report for _, _, report in turn.current_reports()]
-    if turnover is None or not reports:
-        return False
-    due_s = turnover.halted_at_s + SAVE_PATIENCE_S
-    held = max((report.step_snapshot or Step(0) for report in reports), default=Step(0))
-    stored = max((report.step_committed or Step(0) for report in reports), default=Step(0))
-    if held <= stored or any(report.storage_error is not None for report in reports):
-        return False
-    turn.wake_at(due_s)
-    return turn.now_s < due_s
 
 
 def _tend_standby(turn: Turn) -> None:

@@ -13,6 +13,7 @@ from everstep.controller.api.spec import OnLoss, ScaleUpMode, Slices
 from everstep.controller.core.health import StandbyState, is_alive, judge_standby
 from everstep.controller.core.ledger import Budgets, Stage, Turnover
 from everstep.controller.core.model import Capacity, ProcessState
+from everstep.controller.core.saving import save_doomed_until_s
 from everstep.controller.core.turn import Turn
 
 HOUR_S = 3600.0
@@ -64,6 +65,9 @@ def choose_members(turn: Turn, turnover: Turnover) -> Go | Stay:
     survivors = [
         id_ for id_ in turn.ledger.members if turn.is_usable(id_) or _is_drained_later(turn, id_)
     ]
+    saved_s = save_doomed_until_s(turn)
+    if saved_s is not None and not any(turn.is_doomed(id_) for id_ in survivors):
+        return Stay(reason=Reason.PREEMPTION_NOTICE, until_s=saved_s)
     ready = [id_ for id_ in ready_standby(turn) if id_ not in survivors]
     pool = survivors + ready
     calm_s = storm_until_s(turn)

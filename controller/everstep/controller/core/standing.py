@@ -18,7 +18,7 @@ from everstep.controller.api.status import (
     SliceCounts,
     SliceStatus,
 )
-from everstep.controller.api.wire import HostPhase, Report
+from everstep.controller.api.wire import HostPhase
 from everstep.controller.core.conditions import judge_conditions
 from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
 from everstep.controller.core.ledger import IncidentKind, Stage
@@ -40,19 +40,23 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
     """
     ledger, spec = turn.ledger, turn.spec
     phase = _phase(turn)
-    reason, message = _sentence(turn, phase)
+    checkpoint = _checkpoint(turn, old)
+    committed = checkpoint.last_committed
+    stored = Step(0) if committed is None else committed.step
+    reason, message = _sentence(turn, phase, stored)
     health = {one.id: one for one in judge_members(turn)}
     statuses = tuple(_slice_status(turn, one, health.get(one.id)) for one in turn.view.slices)
     ready = sum(1 for one in statuses if one.state == "Ready")
     budgets = ledger.budgets
-    lead = turn.lead
+    lead = turn.lead_report()
+    running = ledger.stage is Stage.RUN and ledger.turnover is None
     return replace(
         old,
         observed_generation=turn.view.generation,
         phase=phase,
         message=message,
         incarnation=ledger.incarnation,
-        coordinator=_coordinator(turn) if lead is not None else None,
+        coordinator=_coordinator(turn),
         slices=SliceCounts(
             desired=spec.slices.desired,
             granted=len(ledger.members) if ledger.stage is Stage.RUN else 0,
@@ -69,7 +73,10 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
         started_at_s=ledger.started_at_s,
         finished_at_s=None if ledger.finish is None else ledger.finish.at_s,
         wait_until_s=_wait_until_s(turn, reason),
-        **_figures(turn, old),
+        step=_step(turn, old),
+        steps_per_s=lead.steps_per_s if lead is not None and running else None,
+        loss=lead.loss if lead is not None else old.loss,
+        checkpoint=checkpoint,
     )
 
 
@@ -79,9 +86,8 @@ def without_figures(status: JobStatus) -> JobStatus:
     return replace(status, step=Step(0), steps_per_s=None, loss=None, checkpoint=checkpoint)
 
 
-def _figures(turn: Turn, old: JobStatus) -> dict[str, object]:
+def _checkpoint(turn: Turn, old: JobStatus) -> CheckpointStatus:
     current = [report for _, _, report in turn.current_reports()]
-    lead = turn.lead_report()
     held = [one.step_snapshot for one in current if one.step_snapshot is not None]
     # A commit is a fact whoever tells of it: also an agent that has just left the incarnation with
     # the step made durable, which is the last that is heard of it.
@@ -102,22 +108,17 @@ def _figures(turn: Turn, old: JobStatus) -> dict[str, object]:
             deadline_s=incident.deadline_s,
             requested_at_s=incident.decided_at_s,
         )
-    running = turn.ledger.stage is Stage.RUN and turn.ledger.turnover is None
-    return {
-        "step": _step(turn, old, current),
-        "steps_per_s": lead.steps_per_s if lead is not None and running else None,
-        "loss": lead.loss if lead is not None else old.loss,
-        "checkpoint": CheckpointStatus(
-            request=request,
-            last_committed=max(commits, key=lambda one: one.step) if commits else None,
-            step_snapshot=min(held) if held else old.checkpoint.step_snapshot,
-            budget_seconds_learnt=turn.ledger.budget_learnt_s,
-        ),
-    }
+    return CheckpointStatus(
+        request=request,
+        last_committed=max(commits, key=lambda one: one.step) if commits else None,
+        step_snapshot=min(held) if held else old.checkpoint.step_snapshot,
+        budget_seconds_learnt=turn.ledger.budget_learnt_s,
+    )
 
 
-def _step(turn: Turn, old: JobStatus, current: list[Report]) -> Step:
+def _step(turn: Turn, old: JobStatus) -> Step:
     """Return the step that is shown: of this incarnation, once it has restored one."""
+    current = [report for _, _, report in turn.current_reports()]
     training = [one.step for one in current if one.phase not in _BEFORE_TRAINING]
     return max(training) if training else max(old.step, turn.ledger.step_seen)
 
@@ -131,7 +132,7 @@ def _phase(turn: Turn) -> Phase:
         return Phase.SUCCEEDED if ledger.finish.succeeded else Phase.FAILED
     if ledger.stage is Stage.WAIT:
         if turn.spec.suspend:
-            return Phase.SUSPENDED
+            return Phase.CHECKPOINTING if ledger.members else Phase.SUSPENDED
         return Phase.SCHEDULING if ledger.incarnation == 0 else Phase.RESCHEDULING
     if ledger.incident is not None:
         return Phase.CHECKPOINTING
@@ -144,7 +145,7 @@ def _phase(turn: Turn) -> Phase:
     return Phase.RESTORING
 
 
-def _sentence(turn: Turn, phase: Phase) -> tuple[Reason, str]:
+def _sentence(turn: Turn, phase: Phase, stored: Step) -> tuple[Reason, str]:
     """Say what is happening, with the reason of the one table that it stands for."""
     ledger, count = turn.ledger, len(turn.ledger.members)
     desired, n = turn.spec.slices.desired, turn.ledger.incarnation
@@ -152,7 +153,9 @@ def _sentence(turn: Turn, phase: Phase) -> tuple[Reason, str]:
     if ledger.finish is not None:
         return ledger.finish.reason, ledger.finish.message
     if phase is Phase.SUSPENDED:
-        return Reason.SUSPENDED, TABLE[Reason.SUSPENDED].sentence
+        return Reason.SUSPENDED, _suspended(turn, stored)
+    if ledger.stage is Stage.WAIT and turn.spec.suspend:
+        return Reason.SUSPENDED, _BEFORE_SUSPENSION
     if ledger.stage is Stage.WAIT:
         return _waiting(turn)
     if ledger.outage_since_s is not None:
@@ -168,6 +171,16 @@ def _sentence(turn: Turn, phase: Phase) -> tuple[Reason, str]:
         reason = Reason.DISRUPTION_STORM if storm_until_s(turn) else Reason.RUNNING_DEGRADED
         return reason, f"Incarnation {n} is training on {of}. {TABLE[reason].sentence}"
     return Reason.ALL_SLICES_RUNNING, f"Incarnation {n} is training on {of}."
+
+
+_BEFORE_SUSPENSION = "The newest step is being made durable before suspension."
+
+
+def _suspended(turn: Turn, stored: Step) -> str:
+    reached = turn.newest_step()
+    if reached <= stored:
+        return TABLE[Reason.SUSPENDED].sentence
+    return f"The job is suspended. Step {reached} was reached, and step {stored} is on storage."
 
 
 def _waiting(turn: Turn) -> tuple[Reason, str]:
@@ -206,7 +219,7 @@ def _draining(turn: Turn) -> tuple[Reason, str]:
             text = f"Fewer slices are desired: slices {doomed} leave at an agreed step."
             return Reason.SCALE_DOWN, text
         case IncidentKind.SUSPEND:
-            return Reason.SUSPENDED, "The newest step is being made durable before suspension."
+            return Reason.SUSPENDED, _BEFORE_SUSPENSION
         case IncidentKind.CHECKPOINT:
             return Reason.PREEMPTION_NOTICE, "The newest step is being made durable, as announced."
         case _:
