@@ -92,7 +92,7 @@ def restore_state(
         raise CheckpointInvalid("restore", "the step", "a step", "none: start fresh")
     tally = Tally()
     opened = OpenedSources(assignment, own_slots, tally)
-    saved, extra = opened.describe()
+    saved, extra = opened.describe(like.tree)
     matches = match_leaves(saved, like.tree)
     wanted = _plan_wanted(like, shardings, matches)
     inline = inline_values(saved, extra)

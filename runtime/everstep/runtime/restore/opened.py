@@ -69,8 +69,15 @@ class OpenedSources:
         if order.storage is not None:
             self._storage = _Storage(order.storage)
 
-    def describe(self) -> tuple[TreeSpec, Mapping[str, str]]:
-        """Tree and extra of the step, from the first source that tells."""
+    def describe(self, wanted: TreeSpec | None = None) -> tuple[TreeSpec, Mapping[str, str]]:
+        """Tree and extra of the step, from the first source that tells.
+
+        Args:
+            wanted: the tree that is asked for. A checkpoint that another library wrote is told
+                in its words, where the two say the same.
+        """
+        if self._storage is not None:
+            self._storage.wanted = wanted
         for index in sorted(self._memories, key=lambda i: self._memories[i].kind):
             try:
                 manifest = self._memories[index].manifest()
@@ -125,6 +132,7 @@ class _Storage:
         self._reader: Any = None
         self.expected: TreeSpec | None = None
         """The tree that other sources of this step have; leaves are called by their index."""
+        self.wanted: TreeSpec | None = None
         self.name = f"checkpoint of step {stored.step} in {stored.uri}"
 
     @property
@@ -148,6 +156,7 @@ class _Storage:
         if self._reader is None:
             # Only here: tensorstore takes a tenth of a second to import, and a restore from
             # memory does without it.
+            from everstep.runtime.storage.foreign_reader import open_foreign_item
             from everstep.runtime.storage.ledger import RunLedger
             from everstep.runtime.storage.open import open_store
             from everstep.runtime.storage.reader import CheckpointReader
@@ -156,9 +165,17 @@ class _Storage:
             ledger = RunLedger(store)
             ledger.refresh()
             commits = [c for c in ledger.commits() if c.step == self._stored.step]
-            if not commits:
-                raise CheckpointInvalid(self.name, "the ledger", "a commit of this step", "none")
-            reader = CheckpointReader(store, commits[-1], self._stored.item)
+            reader: Any
+            if commits:
+                reader = CheckpointReader(store, commits[-1], self._stored.item)
+            else:
+                reader = open_foreign_item(store, self._stored.step, self._stored.item)
+                if reader is None:
+                    raise CheckpointInvalid(
+                        self.name, "the ledger", "a commit of this step", "none"
+                    )
+                words = self.expected or self.wanted
+                reader = reader.fitted(words) if words is not None else reader
             if self.expected is not None:
                 found, expected = reader.tree.fingerprint, self.expected.fingerprint
                 if found != expected:

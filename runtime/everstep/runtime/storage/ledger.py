@@ -20,6 +20,7 @@ from everstep.runtime.errors import (
     check,
 )
 from everstep.runtime.storage import history
+from everstep.runtime.storage.foreign_steps import ForeignRun
 from everstep.runtime.storage.history import (
     Claim,
     Commit,
@@ -235,13 +236,18 @@ class RunLedger:
     def _refuse_foreign_folder(self) -> None:
         others = [name for name in self._store.list("") if not name.startswith((".", "_everstep"))]
         others = [name for name in others if name != "lost+found"]
-        if others:
+        if others and not self._is_of_orbax():
             shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
             raise StorageRefused(
                 self._store.uri,
                 f"something else ({shown})",
-                "an empty folder, or one in which a run has its ledger (_everstep/ledger)",
+                "an empty folder, or one with steps of Orbax or a run's ledger (_everstep/ledger)",
             )
+
+    def _is_of_orbax(self) -> bool:
+        """Whether Orbax keeps steps here: those of a run may lie beside them."""
+        run = ForeignRun(self._store)
+        return bool(run.steps()) and not run.is_one_checkpoint
 
     def _fenced(self, own: Incarnation, newest: Claim, job_uid: str) -> Fenced:
         by = "" if newest.job_uid == job_uid else f" (taken over by job {newest.job_uid})"
