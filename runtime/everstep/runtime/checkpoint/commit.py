@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +34,7 @@ from everstep.runtime.storage.tensors import ArrayPlan, merge
 
 DRAFT_RECORD = "everstep.draft.json"
 MARKER_TEXT = b"Checkpoint commit was successful.\n"
+_WRITERS = 8
 
 
 class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,8 +205,6 @@ def commit_items(
             if item.orbax_handler is not None:
                 handlers[name] = item.orbax_handler
     written.update(orbax.step_files(handlers, begun_s=now_s, committed_s=now_s, custom=custom))
-    for path, data in written.items():
-        store.write_durable(f"{draft}/{path}", data)
     contents.update(written)
     digests.update({path: files.digest(data) for path, data in contents.items()})
     manifest = msgspec.json.encode(
@@ -219,7 +219,7 @@ def commit_items(
             versions={"everstep": __version__},
         )
     )
-    store.write_durable(f"{draft}/{files.MANIFEST}", manifest)
+    _write_together(store, draft, {**written, files.MANIFEST: manifest})
     store.settle(draft)
     # For Orbax's readers; ours look at the ledger only.
     store.write_durable(f"{draft}/{orbax.MARKER}", MARKER_TEXT)
@@ -230,6 +230,17 @@ def commit_items(
         committed_at_s=now_s,
         extra=extra,
     )
+
+
+def _write_together(store: Store, draft: str, contents: Mapping[str, bytes]) -> None:
+    """Write small files, in any order and at once: each waits for storage, and none for another."""
+    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="everstep-commit") as threads:
+        writes = [
+            threads.submit(store.write_durable, f"{draft}/{path}", data)
+            for path, data in contents.items()
+        ]
+    for write in writes:
+        write.result()
 
 
 def _join_tree(
