@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from everstep.runtime.errors import StateRefused
+from everstep.runtime.layout.casts import can_cast
 from everstep.runtime.layout.tree import Key, Leaf, LeafKind, TreeSpec
 
 Path = tuple[Key, ...]
@@ -44,19 +46,82 @@ def match_leaves(saved: TreeSpec, wanted: TreeSpec) -> tuple[int, ...]:
         StateRefused: names every leaf that is missing, unexpected or different, with what was
             expected (the program's state) and what was found (the saved one).
     """
+    found = match_some(saved, wanted)
+    return tuple(match.saved for match in found if match.saved is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Where a wanted leaf comes from."""
+
+    saved: int | None = None
+    """Index in the saved tree; None when it does not come from there."""
+    is_missing: bool = False
+    """Wanted, and not saved: somebody has to make it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchRules:
+    """What may differ between a saved tree and a wanted one. Nothing, as it is made."""
+
+    is_wanted: Callable[[Leaf], bool] | None = None
+    """Of the leaves of both trees, those that take part; all when None."""
+    may_cast: Callable[[Leaf], bool] = lambda _: False
+    """Whether a wanted leaf may have another dtype than the saved one."""
+    renamed: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
+    """Saved path by wanted path, where they differ."""
+    may_be_missing: bool = False
+
+
+def match_some(
+    saved: TreeSpec, wanted: TreeSpec, rules: MatchRules | None = None
+) -> tuple[Match, ...]:
+    """Where each wanted leaf comes from.
+
+    Raises:
+        StateRefused: as `match_leaves`, for all that the rules do not allow.
+    """
+    rules = rules or MatchRules()
+    is_wanted = rules.is_wanted or (lambda _: True)
     by_path: dict[Path, int] = {leaf.path: index for index, leaf in enumerate(saved.leaves)}
-    wanted_by_path = {leaf.path: leaf for leaf in wanted.leaves}
-    found = {path: saved.leaves[index] for path, index in by_path.items()}
-    bad = [
-        path
-        for path in {**wanted_by_path, **found}
-        if path not in found
-        or path not in wanted_by_path
-        or not fits(found[path], wanted_by_path[path])
-    ]
+    expected: dict[Path, Leaf] = {}
+    found: dict[Path, Leaf] = {}
+    bad: list[Path] = []
+    matches: list[Match] = []
+    used: set[Path] = set()
+    for leaf in wanted.leaves:
+        if not is_wanted(leaf):
+            used.add(leaf.path)
+            matches.append(Match())
+            continue
+        path = rules.renamed.get(leaf.path, leaf.path)
+        used.add(path)
+        expected[leaf.path] = leaf
+        index = by_path.get(path)
+        matches.append(Match(saved=index, is_missing=index is None))
+        if index is None:
+            if not rules.may_be_missing:
+                bad.append(leaf.path)
+            continue
+        found[leaf.path] = saved.leaves[index]
+        if not _may_become(saved.leaves[index], leaf, rules):
+            bad.append(leaf.path)
+    for leaf in saved.leaves:
+        if leaf.path not in used and is_wanted(leaf):
+            # Under its own name: nothing that is wanted has it, unless by another's.
+            found[leaf.path] = leaf
+            bad.append(leaf.path)
     if bad:
-        refuse_difference(bad, found=found, expected=wanted_by_path)
-    return tuple(by_path[leaf.path] for leaf in wanted.leaves)
+        refuse_difference(bad, found=found, expected=expected)
+    return tuple(matches)
+
+
+def _may_become(saved: Leaf, wanted: Leaf, rules: MatchRules) -> bool:
+    if fits(saved, wanted):
+        return True
+    is_array = saved.kind in _BARE and wanted.kind in _BARE
+    is_same_shape = is_array and saved.shape == wanted.shape
+    return is_same_shape and can_cast(saved.dtype, wanted.dtype) and rules.may_cast(wanted)
 
 
 def refuse_difference(

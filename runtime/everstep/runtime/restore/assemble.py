@@ -1,32 +1,39 @@
-"""Make a state on devices out of a saved step. The only importer of jax in this room."""
+"""Make a state on devices out of a saved step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from everstep.controller.api.ids import Step
 from everstep.controller.api.wire import RestoreFigures
 from everstep.runtime.errors import CheckpointInvalid, StateRefused, StorageUnavailable
-from everstep.runtime.layout.boxes import Box, whole
-from everstep.runtime.layout.compare import match_leaves
+from everstep.runtime.layout.compare import Match, describe
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Region
-from everstep.runtime.layout.scalars import inline_values
+from everstep.runtime.layout.scalars import Scalar, inline_values
 from everstep.runtime.layout.tree import Leaf, LeafKind, TreeSpec
+from everstep.runtime.restore.agreeing import Wants, begin_exchange
+from everstep.runtime.restore.exchange import Exchange
 from everstep.runtime.restore.opened import OpenedSources, RestoreOrder
+from everstep.runtime.restore.options import EVERYTHING, RestoreOptions, needs_value
 from everstep.runtime.restore.outcome import Target
-from everstep.runtime.restore.refill import Sources, Tally, fill
+from everstep.runtime.restore.refill import Begin, Sources, Tally, fill
 from everstep.runtime.restore.reshard import SourceKind
-
-Device = Any
-"""`jax.Device`, which is not a type to every checker."""
+from everstep.runtime.restore.wanted import (
+    Wanted,
+    default_sharding,
+    groups_of,
+    plan_wanted,
+    shardings_of,
+)
 
 ALIGN_BYTES = 64
 """jax takes a numpy array on a CPU device as it is when it starts at a multiple of this."""
@@ -40,22 +47,6 @@ class RestoredState(NamedTuple):
     """What travelled with the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """One leaf that has bytes: where it goes, and which boxes of it this process needs."""
-
-    index: int
-    """In the wanted tree."""
-    saved: int
-    """In the saved tree."""
-    leaf: Leaf
-    sharding: jax.sharding.Sharding | None
-    """None: a host array."""
-    devices: tuple[tuple[Device, Box], ...]
-    boxes: tuple[Box, ...]
-    """Distinct, in order."""
-
-
 def restore_state(
     like: FlatState,
     shardings: Sequence[jax.sharding.Sharding | None] | None,
@@ -63,6 +54,8 @@ def restore_state(
     assignment: RestoreOrder,
     own_slots: Mapping[str, memoryview],
     memory_bytes: int,
+    options: RestoreOptions = EVERYTHING,
+    exchange: Exchange | None = None,
 ) -> RestoredState:
     """Restore the assignment's step onto the shardings of `like`.
 
@@ -74,6 +67,9 @@ def restore_state(
         own_slots: holdings of this host's own memory, by id. Read, never kept.
         memory_bytes: bound of what is in flight: read buffers, and host copies of arrays that are
             on their way to an accelerator.
+        options: what may differ between what was saved and what is wanted.
+        exchange: with the other processes that restore the same; fresh. It is used when all is
+            read from storage, and `close` is its owner's.
 
     Returns:
         The state, with the saved values of Python scalars; the figures; the step's `extra`.
@@ -93,16 +89,23 @@ def restore_state(
     tally = Tally()
     opened = OpenedSources(assignment, own_slots, tally)
     saved, extra = opened.describe(like.tree)
-    matches = match_leaves(saved, like.tree)
-    wanted = _plan_wanted(like, shardings, matches)
-    inline = inline_values(saved, extra)
-    values: list[object] = [
-        inline[matches[index]] if leaf.kind is LeafKind.SCALAR else None
-        for index, leaf in enumerate(like.tree.leaves)
-    ]
+    matches = options.match(saved, like.tree)
+    wanted = plan_wanted(like, shardings, matches, is_shared=exchange is not None)
+    values = _values_beside(like, shardings, matches, inline_values(saved, extra), options)
+    groups = list(groups_of(wanted, memory_bytes))
     try:
-        for group in _groups(wanted, memory_bytes):
-            _restore_group(group, values, like, opened.sources(), saved, memory_bytes, tally)
+        sources = opened.sources()
+        if exchange is not None and not assignment.holdings and sources.storages:
+            (storage,) = sources.storages.values()
+            stages = [[Wants(one.saved, one.everybody) for one in group] for group in groups]
+            is_exchanged = begin_exchange(exchange, stages, storage, saved, str(step))
+        else:
+            is_exchanged = False
+        for number, group in enumerate(groups):
+            passing = partial(exchange.stage, number) if exchange and is_exchanged else None
+            _restore_group(group, values, like, sources, saved, memory_bytes, tally, passing)
+        if exchange is not None:
+            exchange.finish()
     except CheckpointInvalid as error:
         tried = "; ".join(tally.rejected) or "no source holds it"
         if tally.unavailable is not None:
@@ -119,101 +122,73 @@ def restore_state(
     return RestoredState(state, _figures(assignment, step, tally), dict(extra))
 
 
-def _plan_wanted(
+def _values_beside(
     like: FlatState,
     shardings: Sequence[jax.sharding.Sharding | None] | None,
-    matches: Sequence[int],
-) -> list[_Wanted]:
-    """Where every leaf with bytes goes. Refuses all that cannot go there, together."""
-    given = iter(shardings or ())
-    bad: list[tuple[str, str]] = []
-    wanted: list[_Wanted] = []
-    placed: tuple[tuple[Device, Box], ...]
-    for index, (leaf, value) in enumerate(zip(like.tree.leaves, like.values, strict=True)):
-        if leaf.kind in (LeafKind.NONE, LeafKind.EMPTY):
-            continue
-        given_here = next(given, None)
-        sharding = getattr(value, "sharding", None) or given_here
-        if not leaf.is_stored_as_bytes:
-            continue
-        if leaf.kind is LeafKind.NUMPY:
-            sharding, placed = None, ()
-            boxes = [whole(leaf.shape)]
-        else:
+    matches: Sequence[Match],
+    inline: Mapping[int, Scalar],
+    options: RestoreOptions,
+) -> list[object]:
+    """All values that are not read as bytes: saved inline, kept as they are in `like`, or made."""
+    values: list[object] = []
+    bad: list[tuple[str, str, str]] = []
+    places = shardings_of(like, shardings)
+    for leaf, match, kept, place in zip(
+        like.tree.leaves, matches, like.values, places, strict=True
+    ):
+        value: object = None
+        if match.saved is not None:
+            value = inline[match.saved] if leaf.kind is LeafKind.SCALAR else None
+        elif not match.is_missing:
+            value = kept
+        elif needs_value(leaf) and options.missing is not None:
             try:
-                sharding = sharding or _default_sharding()
-                placed = tuple(_placed(sharding, leaf))
-            except (ValueError, StateRefused) as error:
-                bad.append((leaf.name, " ".join(str(error).split())))
-                continue
-            boxes = list(dict.fromkeys(box for _, box in placed))
-        wanted.append(
-            _Wanted(
-                index=index,
-                saved=matches[index],
-                leaf=leaf,
-                sharding=sharding,
-                devices=placed,
-                boxes=tuple(boxes),
-            )
-        )
+                value = _made(leaf, options.missing(leaf), place)
+            except StateRefused as error:
+                bad.append((error.field, str(error.found), error.expected))
+        values.append(value)
     if bad:
         raise StateRefused(
-            ", ".join(name for name, _ in bad),
-            "; ".join(words for _, words in bad),
-            "shardings under which these leaves can lie on the devices",
+            *(("; " if at else ", ").join(words) for at, words in enumerate(zip(*bad, strict=True)))
         )
-    return wanted
+    return values
 
 
-def _placed(sharding: jax.sharding.Sharding, leaf: Leaf) -> Iterator[tuple[Device, Box]]:
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) != numpy_dtype(leaf.dtype):
-        raise StateRefused(leaf.name, leaf.dtype, "jax_enable_x64, without which jax narrows it")
-    indices = sharding.addressable_devices_indices_map(leaf.shape)
-    for device, index in indices.items():
-        yield device, _box(index, leaf.shape)
-
-
-def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
-    if index is None:
-        return whole(shape)
-    ranges = [part.indices(length) for part, length in zip(index, shape, strict=True)]
-    return Box(tuple(r[0] for r in ranges), tuple(max(r[0], r[1]) for r in ranges))
-
-
-def _default_sharding() -> jax.sharding.Sharding:
-    """Of an array for which nobody said anything: the first device, if there is one process."""
-    if jax.process_count() > 1:
+def _made(leaf: Leaf, value: Any, sharding: jax.sharding.Sharding | None) -> object:
+    """What an initialiser made, as it is kept; refused when it is something else than wanted."""
+    if leaf.kind is LeafKind.SCALAR:
+        if type(value).__name__ != leaf.dtype:
+            raise StateRefused(leaf.name, f"a {type(value).__name__}", describe(leaf))
+        return value
+    if leaf.kind is LeafKind.PRNG_KEY:
+        is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if not is_key or str(jax.random.key_impl(value)) != leaf.impl:
+            raise StateRefused(leaf.name, f"a {type(value).__name__}", describe(leaf))
+        value = jax.random.key_data(value)
+    dtype = getattr(value, "dtype", None)
+    shape = getattr(value, "shape", None)
+    if dtype is None or shape != leaf.shape or dtype.name != leaf.dtype:
         raise StateRefused(
-            "shardings", None, "one for every array where there are several processes"
+            leaf.name, f"made {dtype or type(value).__name__}{list(shape or ())}", describe(leaf)
         )
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _groups(wanted: Sequence[_Wanted], memory_bytes: int) -> Iterator[list[_Wanted]]:
-    """Leaves that are restored together. On CPU the read memory is the device's: all at once."""
-    group: list[_Wanted] = []
-    group_bytes = 0
-    for one in wanted:
-        size = sum(box.size for box in one.boxes) * numpy_dtype(one.leaf.dtype).itemsize
-        is_in_flight = any(device.platform != "cpu" for device, _ in one.devices)
-        if group and is_in_flight and group_bytes + size > memory_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(one)
-        group_bytes += size if is_in_flight else 0
-    if group:
-        yield group
+    if leaf.kind is LeafKind.NUMPY:
+        return np.array(value)
+    sharding = sharding or default_sharding()
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    host = np.asarray(value)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
 
 
 def _restore_group(
-    group: Sequence[_Wanted],
+    group: Sequence[Wanted],
     values: list[object],
     like: FlatState,
     sources: Sources,
     saved: TreeSpec,
     memory_bytes: int,
     tally: Tally,
+    passing: Begin | None,
 ) -> None:
     arrays = {
         (one.index, box): empty_aligned(box.shape, numpy_dtype(one.leaf.dtype))
@@ -225,7 +200,7 @@ def _restore_group(
         for one in group
         for box in one.boxes
     ]
-    fill(targets, sources, saved, tally, memory_bytes=memory_bytes)
+    fill(targets, sources, saved, tally, memory_bytes=memory_bytes, passing=passing)
     del targets
     on_devices = [(one, device, box) for one in group for device, box in one.devices]
     put: list[jax.Array] = jax.device_put(

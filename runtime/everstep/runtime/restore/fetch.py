@@ -25,7 +25,7 @@ from everstep.runtime.layout.manifest import BLOCK_BYTES, Region, Shard, Snapsho
 from everstep.runtime.layout.runs import is_run, run_boxes, span_of
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.restore.outcome import Outcome, Target
-from everstep.runtime.restore.places import part_of
+from everstep.runtime.restore.places import part_of, place_cast
 from everstep.runtime.restore.reshard import Bad, Piece, Read
 from everstep.runtime.restore.sources import MemorySource, RegionSource
 from everstep.runtime.restore.stored import read_stored
@@ -230,6 +230,8 @@ class Fetch:
             return None
         piece = run.pieces[0]
         target = self._targets[piece.target]
+        if target.array.dtype != numpy_dtype(self._tree.leaves[run.shard.leaf].dtype):
+            return None
         box = piece.region.box.relative_to(run.shard.box)
         inside = piece.region.box.relative_to(target.region.box)
         if not is_run(box, run.shard.box.shape) or not is_run(inside, target.region.box.shape):
@@ -251,7 +253,7 @@ class Fetch:
                 continue
             target = self._targets[piece.target]
             source = part_of(values, common, box)
-            target.part(Region(run.shard.leaf, common))[...] = source
+            place_cast(source, target.part(Region(run.shard.leaf, common)))
             moved += source.nbytes
         return moved
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.runtime.errors import StorageUnavailable
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.restore.fetch import Fetch
 from everstep.runtime.restore.outcome import Target
+from everstep.runtime.restore.passing import Passing
 from everstep.runtime.restore.reshard import (
     Bad,
     Copy,
+    Piece,
+    Read,
     SourceHolding,
     SourceKind,
     plan_reads,
     replan,
 )
 from everstep.runtime.restore.sources import MemorySource, RegionSource
+
+Begin = Callable[[Sequence[Piece], Sequence[Target], TreeSpec], Passing]
+"""`Exchange.stage`, for one stage."""
 
 
 @dataclass(slots=True)
@@ -49,11 +55,23 @@ def fill(
     *,
     memory_bytes: int,
     turn: int = 0,
+    passing: Begin | None = None,
 ) -> None:
     """Fill every target with verified bytes.
 
     What a source fails to give is read from the next one; the tally says so in words, and what
     was bad stays out of later calls with the same tally.
+
+    Args:
+        targets: what is filled; their arrays may be of other dtypes than was saved, and what
+            goes there is cast then.
+        sources: of the step.
+        tree: that was saved.
+        tally: of the restore.
+        memory_bytes: bound of what is in flight.
+        turn: see `plan_reads`.
+        passing: begins this process's part in an exchange of what is read from storage. There
+            is no other source then.
 
     Raises:
         CheckpointInvalid: nothing is left for some region; names it and what was tried.
@@ -69,14 +87,30 @@ def fill(
         pieces = [read.piece for read in reads]
         reads = replan(pieces, sources.holdings, tree, bad=tally.bad, turn=turn)
     fetch = Fetch(tree, targets, sources.memories, sources.storages, memory_bytes=memory_bytes)
-    while reads:
-        outcome = fetch.execute(reads)
-        for kind, moved in outcome.bytes_by_kind.items():
-            tally.bytes_by_kind[kind] += moved
-        tally.rejected += [words for words in outcome.rejected if words not in tally.rejected]
-        tally.bad |= outcome.bad
-        tally.unavailable = tally.unavailable or outcome.unavailable
-        reads = replan(outcome.missing, sources.holdings, tree, bad=tally.bad, turn=turn)
+
+    def read(reads: Sequence[Read]) -> None:
+        while reads:
+            outcome = fetch.execute(reads)
+            for kind, moved in outcome.bytes_by_kind.items():
+                tally.bytes_by_kind[kind] += moved
+            tally.rejected += [words for words in outcome.rejected if words not in tally.rejected]
+            tally.bad |= outcome.bad
+            tally.unavailable = tally.unavailable or outcome.unavailable
+            reads = replan(outcome.missing, sources.holdings, tree, bad=tally.bad, turn=turn)
+
+    if passing is None:
+        read(reads)
+    else:
+        (storage,) = sources.storages.values()
+        # In the order of the targets, in which the others know them.
+        begun = passing([read.piece for read in reads], targets, tree)
+        # The others wait for what this process gives, so that goes first.
+        failed = begun.give(storage, memory_bytes)
+        read(replan([*begun.alone(), *failed], sources.holdings, tree, bad=tally.bad))
+        missing, why = begun.take()
+        tally.rejected += why
+        tally.bytes_by_kind[SourceKind.STORAGE] += begun.moved_bytes
+        read(replan(missing, sources.holdings, tree, bad=tally.bad))
     for copy in plan.copies:
         _copy(copy, targets)
 

@@ -98,6 +98,12 @@ def plan_reads(
     Raises:
         CheckpointInvalid: no source holds a part of a wanted region; names leaf and region.
     """
+    pieces, copies = split_overlaps(wanted)
+    return ReadPlan(reads=replan(pieces, sources, tree, turn=turn), copies=tuple(copies))
+
+
+def split_overlaps(wanted: Sequence[Region]) -> tuple[list[Piece], list[Copy]]:
+    """The disjoint pieces of regions that may overlap, and what is copied between the regions."""
     pieces: list[Piece] = []
     copies: list[Copy] = []
     by_leaf: defaultdict[int, list[Piece]] = defaultdict(list)
@@ -117,7 +123,7 @@ def plan_reads(
         own = [Piece(target=target, region=Region(region.leaf, box)) for box in left]
         by_leaf[region.leaf] += own
         pieces += own
-    return ReadPlan(reads=replan(pieces, sources, tree, turn=turn), copies=tuple(copies))
+    return pieces, copies
 
 
 def replan(

@@ -1,8 +1,8 @@
 """Read pieces from storage, each stored chunk once however many pieces it serves.
 
 A chunk is what storage reads and verifies, so two devices whose boxes meet in one chunk would
-cost it twice. Such chunks are read into a buffer and handed round; all others are read straight
-into the wanted arrays.
+cost it twice. Such chunks are read into a buffer and handed round, and so are those that are cast;
+all others are read straight into the wanted arrays.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from everstep.runtime.layout.dtypes import itemsize, numpy_dtype
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.restore.outcome import Outcome, Target
-from everstep.runtime.restore.places import part_of
+from everstep.runtime.restore.places import part_of, place_cast
 from everstep.runtime.restore.reshard import Bad, Piece, Read, SourceKind
 from everstep.runtime.restore.sources import RegionSource
+
+BUFFER_BYTES_MAX = 64 << 20
+"""Of buffers at once, whatever may be in flight: the arrays themselves are memory enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +36,8 @@ class _Request:
 
     region: Region
     pieces: tuple[Piece, ...]
-
-    @property
-    def is_direct(self) -> bool:
-        return len(self.pieces) == 1 and self.pieces[0].region == self.region
+    is_direct: bool
+    """Whether it is read straight into its place."""
 
 
 def read_stored(
@@ -54,9 +55,9 @@ def read_stored(
     **Blocking**: until all are done. At most `memory_bytes` are in flight, or one chunk.
     """
     batch: list[_Request] = []
-    batch_bytes = 0
+    batch_bytes = buffer_bytes = 0
     try:
-        requests = list(_requests(source, [read.piece for read in reads]))
+        requests = list(_requests(source, [read.piece for read in reads], targets, tree))
     except (CheckpointInvalid, Retryable) as error:
         # It does not even open.
         _give_up(source, index, error, [read.piece for read in reads], outcome)
@@ -64,36 +65,49 @@ def read_stored(
     for request in requests:
         leaf = tree.leaves[request.region.leaf]
         size = request.region.box.size * itemsize(leaf.dtype)
-        if batch and batch_bytes + size > memory_bytes:
+        buffer = 0 if request.is_direct else size
+        if batch and (
+            batch_bytes + size > memory_bytes or buffer_bytes + buffer > BUFFER_BYTES_MAX
+        ):
             _do_batch(source, index, batch, targets, tree, outcome)
-            batch, batch_bytes = [], 0
+            batch, batch_bytes, buffer_bytes = [], 0, 0
         batch.append(request)
         batch_bytes += size
+        buffer_bytes += buffer
     if batch:
         _do_batch(source, index, batch, targets, tree, outcome)
 
 
-def _requests(source: RegionSource, pieces: Sequence[Piece]) -> Iterator[_Request]:
+def _requests(
+    source: RegionSource, pieces: Sequence[Piece], targets: Sequence[Target], tree: TreeSpec
+) -> Iterator[_Request]:
     by_leaf: defaultdict[int, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.region.leaf].append(piece)
     for leaf, wanted in by_leaf.items():
-        chunk = source.chunk_of(leaf) if len(wanted) > 1 else ()
+        stored = numpy_dtype(tree.leaves[leaf].dtype)
+        is_cast = any(targets[piece.target].array.dtype != stored for piece in wanted)
+        if len(wanted) == 1 and not is_cast:
+            yield _Request(region=wanted[0].region, pieces=(wanted[0],), is_direct=True)
+            continue
+        chunk = source.chunk_of(leaf)
         by_cell: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
-        if len(wanted) > 1:
-            for piece in wanted:
-                for cell in _cells(piece.region.box, chunk):
-                    by_cell[cell].append(piece)
+        for piece in wanted:
+            for cell in _cells(piece.region.box, chunk):
+                by_cell[cell].append(piece)
         shared = {id(p) for sharers in by_cell.values() if len(sharers) > 1 for p in sharers}
+        if is_cast:
+            # Chunk by chunk, so that there is never a second copy of a whole leaf.
+            shared = {id(piece) for piece in wanted}
         for piece in wanted:
             if id(piece) not in shared:
-                yield _Request(region=piece.region, pieces=(piece,))
+                yield _Request(region=piece.region, pieces=(piece,), is_direct=True)
         for cell, sharers in by_cell.items():
             if id(sharers[0]) in shared:
-                yield _of_cell(leaf, _cell_box(cell, chunk), sharers)
+                yield _of_cell(leaf, _cell_box(cell, chunk), sharers, is_cast=is_cast)
 
 
-def _of_cell(leaf: int, cell: Box, sharers: Sequence[Piece]) -> _Request:
+def _of_cell(leaf: int, cell: Box, sharers: Sequence[Piece], *, is_cast: bool) -> _Request:
     """Read what the pieces want of one chunk: the least box around their parts of it."""
     parts: list[Piece] = []
     for piece in sharers:
@@ -103,7 +117,9 @@ def _of_cell(leaf: int, cell: Box, sharers: Sequence[Piece]) -> _Request:
     boxes = [part.region.box for part in parts]
     start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
     stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
-    return _Request(region=Region(leaf, Box(start, stop)), pieces=tuple(parts))
+    region = Region(leaf, Box(start, stop))
+    is_direct = not is_cast and len(parts) == 1 and parts[0].region == region
+    return _Request(region=region, pieces=tuple(parts), is_direct=is_direct)
 
 
 def _do_batch(
@@ -134,7 +150,7 @@ def _do_batch(
         for piece in request.pieces:
             if not request.is_direct:
                 part = part_of(array, piece.region.box, request.region.box)
-                targets[piece.target].part(piece.region)[...] = part
+                place_cast(part, targets[piece.target].part(piece.region))
             size = piece.region.box.size * array.itemsize
             outcome.note_moved(SourceKind.STORAGE, size)
 
