@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import replace
+
 from everstep.controller.api.codec import decode, encode
 from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
 from everstep.controller.api.spec import JobSpec
@@ -93,6 +95,9 @@ class Agent:
     is_deaf: bool = False
     """Alive and reporting, but it follows no directive."""
     save_settled: int | None = None
+    fork_refused: str | None = None
+    rejects: tuple[str, ...] = ()
+    """Sources that its next restore finds bad."""
     crashes_at: int | None = None
     """The worker raises when it reaches this step."""
     begins_ahead: bool = False
@@ -136,7 +141,10 @@ class SimulatedJob:
         self.notices: dict[SliceId, Notice] = {}
         self.agents: dict[HostId, Agent] = {}
         self.directive: Directive | None = None
-        self.committed = 0
+        self._committed = 0
+        self._committed_at_s: float | None = None
+        self.storage_error: str | None = None
+        """What the lead says of its last write; nothing is committed meanwhile."""
         self.is_deleting = False
         self.is_removed = False
         self.generation = 1
@@ -163,6 +171,15 @@ class SimulatedJob:
     @property
     def status(self) -> JobStatus:
         return decode(self._stored[1], JobStatus)
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @committed.setter
+    def committed(self, step: int) -> None:
+        if step > self._committed and self.storage_error is None:
+            self._committed, self._committed_at_s = step, self.now_s
 
     def jobs(self) -> tuple[str, ...]:
         return () if self.is_removed else ("job",)
@@ -548,6 +565,9 @@ class SimulatedJob:
                         incarnation=directive.incarnation,
                         step=Step(step),
                         source="memory" if held else ("storage" if step else "fresh"),
+                        own_bytes=1000 if one.memory - aside else 0,
+                        peer_bytes=1000 if held and not one.memory - aside else 0,
+                        rejected=one.rejects,
                         join_s=timing.join_s,
                         restore_s=timing.restore_s,
                     )
@@ -571,14 +591,8 @@ class SimulatedJob:
             one.step, one.worker_since_s = step, self.now_s
             one.memory = {step}
             if one.restore is not None and one.restore.first_step_at_s is None:
-                one.restore = RestoreFigures(
-                    incarnation=one.restore.incarnation,
-                    step=one.restore.step,
-                    source=one.restore.source,
-                    join_s=one.restore.join_s,
-                    restore_s=one.restore.restore_s,
-                    first_step_s=self.timing.step_s,
-                    first_step_at_s=self.now_s,
+                one.restore = replace(
+                    one.restore, first_step_s=self.timing.step_s, first_step_at_s=self.now_s
                 )
         if step % self.commit_every == 0:
             self.committed = max(self.committed, step)
@@ -644,6 +658,9 @@ class SimulatedJob:
             step=Step(agent.step),
             step_snapshot=Step(max(agent.memory)) if agent.memory else None,
             step_committed=Step(self.committed) if self.committed else None,
+            committed_at_s=self._committed_at_s,
+            fork_refused=agent.fork_refused,
+            storage_error=self.storage_error,
             steps_per_s=10.0 if agent.worker is Worker.TRAINING else None,
             loss=1.0,
             exit=agent.exit,

@@ -73,6 +73,7 @@ class Reason(Enum):
     # Holding and restoring.
     STEP_HELD = "StepHeld"
     DEADLINE_MISSED = "DeadlineMissed"
+    NOT_COMMITTED_YET = "NotCommittedYet"
     STEP_COMMITTED = "StepCommitted"
     STORAGE_WRITE_FAILED = "StorageWriteFailed"
     RESTORED_FROM_MEMORY = "RestoredFromMemory"
@@ -134,6 +135,7 @@ TABLE: dict[Reason, ReasonEntry] = {
     Reason.STORAGE_REFUSED: _entry(_E, "The checkpoint folder cannot be used."),
     Reason.STEP_HELD: _entry(_I, "The agreed step is held outside the doomed slices."),
     Reason.DEADLINE_MISSED: _entry(_W, "The agreed step was not held before the deadline."),
+    Reason.NOT_COMMITTED_YET: _entry(_I, "No step is on durable storage yet."),
     Reason.STEP_COMMITTED: _entry(_I, "A step was committed to durable storage."),
     Reason.STORAGE_WRITE_FAILED: _entry(_W, "A background write failed; that step does not exist."),
     Reason.RESTORED_FROM_MEMORY: _entry(_I, "The state came from host memory."),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from everstep.controller.api.ids import SliceId
-from everstep.controller.api.reasons import Reason
-from everstep.controller.api.status import Condition, JobStatus, Phase
+from everstep.controller.api.reasons import TABLE, Reason
+from everstep.controller.api.status import Condition, JobStatus, LastCommitted, Phase
 from everstep.controller.api.suspicions import suspicions
 from everstep.controller.core.ledger import Stage
 from everstep.controller.core.turn import Turn
 
+COMMITTED = "CheckpointCommitted"
 _LESS_THAN_NEEDED = (
     Reason.WAITING_FOR_REPLACEMENT,
     Reason.BELOW_MINIMUM_SLICES,
@@ -16,10 +19,19 @@ _LESS_THAN_NEEDED = (
 )
 
 
-def judge_conditions(
-    turn: Turn, old: JobStatus, phase: Phase, reason: Reason, message: str
-) -> tuple[Condition, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How a job stands, in one phase and one sentence, and what it has on storage."""
+
+    phase: Phase
+    reason: Reason
+    message: str
+    committed: LastCommitted | None
+
+
+def judge_conditions(turn: Turn, old: JobStatus, standing: Standing) -> tuple[Condition, ...]:
     """Return all conditions, with the times of those that did not turn kept."""
+    phase, reason, message = standing.phase, standing.reason, standing.message
     ledger, suspect = turn.ledger, _suspect(turn)
     finish = ledger.finish
     is_ready = phase is Phase.RUNNING
@@ -35,6 +47,7 @@ def judge_conditions(
             Reason.PREEMPTION_NOTICE,
             f"Slices under notice: {', '.join(map(str, doomed))}." if doomed else "",
         ),
+        (COMMITTED, *_committed(turn, standing.committed)),
         ("Suspended", phase is Phase.SUSPENDED, Reason.SUSPENDED, ""),
         ("ConfigurationSuspect", bool(suspect), Reason.CONFIGURATION_SUSPECT, suspect),
     ]
@@ -47,11 +60,21 @@ def judge_conditions(
     )
 
 
+def _committed(turn: Turn, newest: LastCommitted | None) -> tuple[bool, Reason, str]:
+    """Say what is on storage, or why what ought to be there is not."""
+    trouble = turn.ledger.trouble
+    known = "" if newest is None else f"Step {newest.step} is on storage."
+    if trouble is not None:
+        return False, trouble.reason, f"{trouble.message} {known}".strip()
+    if newest is None:
+        return False, Reason.NOT_COMMITTED_YET, TABLE[Reason.NOT_COMMITTED_YET].sentence
+    return True, Reason.STEP_COMMITTED, known
+
+
 def _suspect(turn: Turn) -> str:
     notes = [str(problem) for problem in suspicions(turn.spec)]
     reports = [report for _, _, report in turn.current_reports()]
     notes += sorted({one.fork_refused for one in reports if one.fork_refused is not None})
-    notes += sorted({one.storage_error for one in reports if one.storage_error is not None})
     return "; ".join(notes)
 
 

@@ -17,6 +17,7 @@ from everstep.controller.api.spec import OnLoss
 from everstep.controller.api.wire import ExitCause, Held, HostPhase
 from everstep.controller.core.deadlines import deadline_text
 from everstep.controller.core.demands import Demand, find_demand
+from everstep.controller.core.facts import note_trouble
 from everstep.controller.core.ledger import Incident, IncidentKind, Stage
 from everstep.controller.core.model import ProcessState
 from everstep.controller.core.policy import ready_standby
@@ -246,6 +247,8 @@ def _tell_outcome(turn: Turn, incident: Incident, answer: Held | None) -> None:
         if turn.now_s >= incident.deadline_s:
             text = "No step was held before the deadline."
             turn.tell(key, Reason.DEADLINE_MISSED, text, incident.slice)
+            if incident.durable:
+                note_trouble(turn, Reason.DEADLINE_MISSED, text)
     else:
         text = f"Step {answer.step} is held by {len(answer.where)} hosts"
         text += ", durable." if answer.durable else "."

@@ -132,6 +132,16 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """What ought to be on storage and is not, until a later commit proves otherwise."""
+
+    reason: Reason
+    message: str
+    since_s: float
+    committed_at_s: float | None = None
+    """Time of the newest commit known then."""
+
+
 class BadStart(msgspec.Struct, frozen=True, kw_only=True):
     """An error that the program ended with before `es.main`, and how often in a row."""
 
@@ -182,6 +192,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     budgets: Budgets = Budgets()
     crash: Crash | None = None
     bad_start: BadStart | None = None
+    trouble: Trouble | None = None
+    commit_told: Incarnation = Incarnation(0)
+    """The newest incarnation whose first commit was told."""
+    fork_told: bool = False
     restore_set_aside: tuple[Step, ...] = ()
     notices_served: tuple[str, ...] = ()
     """Notices answered by a checkpoint alone; they ask for nothing more."""

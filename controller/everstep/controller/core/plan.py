@@ -10,6 +10,7 @@ from everstep.controller.api.status import JobStatus
 from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.actions import derive_actions
 from everstep.controller.core.deadlines import active_until_s, deadline_text
+from everstep.controller.core.facts import tell_facts
 from everstep.controller.core.health import StandbyState, is_done, judge_standby
 from everstep.controller.core.incidents import advance_incident, call_back, let_go
 from everstep.controller.core.ledger import Ledger, Stage, Standby, Turnover
@@ -48,6 +49,7 @@ def plan(view: View, ledger: Ledger, status: JobStatus, now_s: float, *, fresh_t
     if ledger.stage is not Stage.FINISHED:
         _heed_spec(turn)
         completed = close_turnover(turn)
+        tell_facts(turn)
         _decide(turn)
     rows = update_rows(turn, status.recoveries, completed)
     described = describe_job(turn, status, rows)

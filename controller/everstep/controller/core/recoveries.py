@@ -12,6 +12,7 @@ from everstep.controller.api.ids import Step
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.status import Recovery
 from everstep.controller.api.wire import RestoreFigures
+from everstep.controller.core.facts import tell_restore
 from everstep.controller.core.health import is_done
 from everstep.controller.core.ledger import Stage, Turnover
 from everstep.controller.core.transitions import COALESCE_S
@@ -51,9 +52,7 @@ def close_turnover(turn: Turn) -> Recovery | None:
             return None
     row = _complete(turn, turnover, figures)
     restored = max([one.step for one in figures], default=ledger.step_seen)
-    if row.storage_bytes:
-        text = f"{row.storage_bytes} bytes of step {restored} were in no host's memory any more."
-        turn.tell(f"restored-{ledger.incarnation}", Reason.RESTORED_FROM_STORAGE, text)
+    tell_restore(turn, row, figures)
     # What was shown until now may be of the lineage that ends here.
     turn.step_published = restored
     turn.change(

@@ -11,7 +11,6 @@ from everstep.controller.api.status import (
     CheckpointStatus,
     Coordinator,
     JobStatus,
-    LastCommitted,
     Phase,
     Recovery,
     RestartCounts,
@@ -19,7 +18,8 @@ from everstep.controller.api.status import (
     SliceStatus,
 )
 from everstep.controller.api.wire import HostPhase
-from everstep.controller.core.conditions import judge_conditions
+from everstep.controller.core.conditions import COMMITTED, Standing, judge_conditions
+from everstep.controller.core.facts import newest_commit
 from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
 from everstep.controller.core.ledger import IncidentKind, Stage
 from everstep.controller.core.model import Capacity, ProcessState, SliceView
@@ -69,7 +69,11 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
             counted_in_window=len(failures_in_window(turn, budgets)),
         ),
         recoveries=recoveries,
-        conditions=judge_conditions(turn, old, phase, reason, message),
+        conditions=judge_conditions(
+            turn,
+            old,
+            Standing(phase=phase, reason=reason, message=message, committed=committed),
+        ),
         started_at_s=ledger.started_at_s,
         finished_at_s=None if ledger.finish is None else ledger.finish.at_s,
         wait_until_s=_wait_until_s(turn, reason),
@@ -83,7 +87,18 @@ def describe_job(turn: Turn, old: JobStatus, recoveries: tuple[Recovery, ...]) -
 def without_figures(status: JobStatus) -> JobStatus:
     """Return the status without what changes while a job simply trains."""
     checkpoint = replace(status.checkpoint, last_committed=None, step_snapshot=None)
-    return replace(status, step=Step(0), steps_per_s=None, loss=None, checkpoint=checkpoint)
+    conditions = tuple(
+        replace(one, message="") if one.type == COMMITTED and one.status == "True" else one
+        for one in status.conditions
+    )
+    return replace(
+        status,
+        step=Step(0),
+        steps_per_s=None,
+        loss=None,
+        checkpoint=checkpoint,
+        conditions=conditions,
+    )
 
 
 def _checkpoint(turn: Turn, old: JobStatus) -> CheckpointStatus:
@@ -92,13 +107,8 @@ def _checkpoint(turn: Turn, old: JobStatus) -> CheckpointStatus:
     # A commit is a fact whoever tells of it: also an agent that has just left the incarnation with
     # the step made durable, which is the last that is heard of it.
     heard = [turn.report(host) for one in turn.view.slices for host in one.hosts]
-    commits = [
-        LastCommitted(step=one.step_committed, completed_at_s=one.committed_at_s)
-        for one in heard
-        if one is not None and one.step_committed is not None
-    ]
-    if old.checkpoint.last_committed is not None:
-        commits.append(old.checkpoint.last_committed)
+    newest = newest_commit([one for one in heard if one is not None])
+    known = [one for one in (newest, old.checkpoint.last_committed) if one is not None]
     incident, id_ = turn.ledger.incident, turn.request_id()
     request = None
     if incident is not None and id_ is not None:
@@ -110,7 +120,7 @@ def _checkpoint(turn: Turn, old: JobStatus) -> CheckpointStatus:
         )
     return CheckpointStatus(
         request=request,
-        last_committed=max(commits, key=lambda one: one.step) if commits else None,
+        last_committed=max(known, key=lambda one: one.step, default=None),
         step_snapshot=min(held) if held else old.checkpoint.step_snapshot,
         budget_seconds_learnt=turn.ledger.budget_learnt_s,
     )
