@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME] [--seed N] [--quick] [--out FOLDER]`: measure, write, and print.
+"""`python -m benchmarks [NAME] [--seed N] [--quick | --full] [--out FOLDER]`: measure and print.
 
 The exit code is 0 also where a figure falls short: a slow day is no bug, and the table says it.
 It is 1 when a benchmark could not measure, 2 when there is none of that name.
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", default=ALL, help=f"{ALL}, {', '.join(available())}")
     parser.add_argument("--seed", type=int, default=1, help="of everything random")
     parser.add_argument("--quick", action="store_true", help="few repetitions, small states")
+    parser.add_argument("--full", action="store_true", help="large states and every combination")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
     asked = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.name not in available():
         print(f"no benchmark {asked.name!r}; there are {', '.join(available())}", file=sys.stderr)
         return 2
-    figures = load(asked.name).run(Arguments(seed=asked.seed, quick=asked.quick))
+    figures = load(asked.name).run(Arguments(seed=asked.seed, quick=asked.quick, full=asked.full))
     command = " ".join(["python -m benchmarks", *given])
     results = Results(figures=tuple(figures), machine=machine(), command=command)
     path: Path = asked.out / f"{asked.name}.json"

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-NAMES = ("snapshot", "recovery", "notice", "memory", "reduction")
+NAMES = ("snapshot", "recovery", "notice", "memory", "reduction", "checkpoint")
 """In the order in which `all` runs them; one without a module is left out."""
 
 
@@ -26,6 +26,8 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 1
     quick: bool = False
     """Fewer repetitions and smaller states: does it run at all, not how fast."""
+    full: bool = False
+    """Also what takes too long for every day."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
