@@ -19,7 +19,6 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints import claimed, save
 from everstep.runtime.engine.state import flatten
 from everstep.runtime.layout.dtypes import STORABLE
-from everstep.runtime.layout.tree import LeafKind
 from everstep.runtime.storage.posix import PosixStore
 from everstep.runtime.storage.tensors import STORED_AS_BYTES
 
@@ -31,6 +30,24 @@ v0 = pytest.importorskip("orbax.checkpoint", minversion=None)
 class Moments(NamedTuple):
     mu: Any
     nu: Any
+
+
+class Nothing(NamedTuple):
+    """As the state of an optimiser that has none."""
+
+
+@jax.tree_util.register_pytree_node_class
+class Stateless:
+    def tree_flatten(self) -> tuple[tuple[()], None]:
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[()]) -> Stateless:
+        del aux, children
+        return cls()
+
+    def __repr__(self) -> str:
+        return "Stateless()"
 
 
 def write(root: Path, state: object, hosts: int = 2) -> Path:
@@ -97,7 +114,27 @@ def load_v0(folder: Path, target: Any = None) -> Any:
         checkpointer.close()
 
 
-LOADERS = [pytest.param(load_v1, id="v1"), pytest.param(load_v0, id="v0-standard")]
+def load_pytree(folder: Path, target: Any = None) -> Any:
+    wanted = None
+    if target is not None:
+        wanted = v0.checkpoint_utils.construct_restore_args(target)
+    with v0.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "state", item=target, restore_args=wanted)
+
+
+def load_composite(folder: Path, target: Any = None) -> Any:
+    """As a `CheckpointManager` does: a step's folder, and its items by name."""
+    wanted = v0.args.Composite(state=v0.args.StandardRestore(target))
+    with v0.Checkpointer(v0.CompositeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(folder, args=wanted)["state"]
+
+
+LOADERS = [
+    pytest.param(load_v1, id="v1"),
+    pytest.param(load_v0, id="v0-standard"),
+    pytest.param(load_pytree, id="v0-pytree"),
+    pytest.param(load_composite, id="v0-composite"),
+]
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -125,7 +162,7 @@ def test_a_state_loads_into_a_target_with_the_same_tree(tmp_path: Path, loader: 
         "one": jax.random.key(0),
         "many": jax.random.split(jax.random.key(1, impl="rbg"), 3),
     }
-    if loader is load_v0:
+    if loader in (load_v0, load_composite):
         del state["name"]  # Its target takes no strings, whoever wrote the checkpoint.
     device = SingleDeviceSharding(jax.devices()[0])
 
@@ -207,12 +244,27 @@ def test_exception_of_names_that_would_meet_one_is_escaped(tmp_path: Path) -> No
     assert bits(loaded["a%2Eb"]) == bits(state["a.b"])
 
 
-def test_exception_empty_sequences_are_empty_mappings(tmp_path: Path) -> None:
-    state = {"list": [], "tuple": (), "named": collections.OrderedDict(), "w": jnp.ones(2)}
-    loaded = load_v1(write(tmp_path / "run", state))
-    empties = {
-        leaf.name: leaf.dtype for leaf in flatten(state).tree.leaves if leaf.kind is LeafKind.EMPTY
+def test_empty_nodes_load_as_orbax_loads_its_own(tmp_path: Path) -> None:
+    state = {
+        "list": [],
+        "tuple": (),
+        "dict": {},
+        "ordered": collections.OrderedDict[str, int](),
+        "named": Nothing(),
+        "node": Stateless(),
+        "none": None,
+        "deep": [[], (), {"x": {}}],
+        "w": jnp.ones(2),
     }
-    assert len(empties) == 3
-    for name in ("list", "tuple", "named"):
-        assert not loaded[name]
+    ours = write(tmp_path / "run", state)
+    theirs = tmp_path / "theirs"
+    with v0.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(theirs, state)
+        plain = checkpointer.restore(theirs)
+    for loader in (load_v1, load_v0):
+        found = loader(ours)
+        assert bits(found.pop("w")) == bits(state["w"])
+        assert found == {name: plain[name] for name in plain if name != "w"}
+        assert [type(found[name]) for name in ("list", "tuple", "dict")] == [list, tuple, dict]
+        typed = loader(ours, state)
+        assert str(jax.tree.structure(typed)) == str(jax.tree.structure(state))

@@ -82,7 +82,7 @@ def test_metadata_says_what_orbax_expects() -> None:
             Leaf(path=path("s"), kind=LeafKind.SCALAR, dtype="str", value="'h\\xe9'"),
             Leaf(path=path("n"), kind=LeafKind.NONE),
             Leaf(path=path("e"), kind=LeafKind.EMPTY),
-            Leaf(path=path("seq", 0), kind=LeafKind.EMPTY, dtype="tuple"),
+            Leaf(path=path("seq", 0), kind=LeafKind.EMPTY, value="tuple"),
         )
     )
     made = layout(tree, {0: (2, 3), 1: (2,)})

@@ -156,6 +156,10 @@ _SCALARS: dict[type, str] = {
 }
 
 
+_EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict", "node": "None"}
+"""What Orbax itself writes: it knows no other node, and has None for it."""
+
+
 def _value_type(leaf: Leaf) -> tuple[str, bool]:
     """Orbax's word for a leaf, and whether there is nothing to read for it."""
     match leaf.kind:
@@ -167,7 +171,7 @@ def _value_type(leaf: Leaf) -> tuple[str, bool]:
         case LeafKind.NONE:
             return "None", True
         case LeafKind.EMPTY:
-            return {"list": "List", "tuple": "Tuple"}.get(leaf.dtype, "Dict"), True
+            return _EMPTY.get(leaf.value or "", "Dict"), True
         case LeafKind.SCALAR:
             value = decode_scalar(leaf.dtype, leaf.value or "")
             if isinstance(value, str) or (type(value) is int and value not in _INT64):

@@ -6,7 +6,7 @@ name, before the first snapshot; nothing is converted in silence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -171,8 +171,17 @@ def _classify(path: tuple[Key, ...], value: Any) -> tuple[Leaf, object] | str:
             return str(error)
         return Leaf(path=path, kind=LeafKind.SCALAR, dtype=type_name, value=text), value
     if _has_no_children(value):
-        return Leaf(path=path, kind=LeafKind.EMPTY), None
+        return Leaf(path=path, kind=LeafKind.EMPTY, value=_container(value)), None
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _container(value: object) -> str:
+    """What an empty container is: `node` for any that is no list, tuple or mapping."""
+    if isinstance(value, list):
+        return "list"
+    if isinstance(value, tuple):
+        return "node" if hasattr(value, "_fields") else "tuple"
+    return "dict" if isinstance(value, Mapping) else "node"
 
 
 def _classify_array(

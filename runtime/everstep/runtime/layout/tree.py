@@ -53,7 +53,8 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...] = ()
     impl: str | None = None
     value: str | None = None
-    """SCALAR only, exact: `repr` for int, bool, str; `float.hex` for float; two hex for complex."""
+    """SCALAR: exact; `repr` for int, bool, str; `float.hex` for float; two hex for complex.
+    EMPTY: `list`, `tuple`, `dict` or `node`; it does not count when trees are compared."""
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ TREE_FILE = "_METADATA"
 ARRAYS_FOLDER = "array_metadatas"
 STRINGS_FILE = "_strings.json"
 
-_EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "namedtuple"}
+_EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "node"}
 _SEQUENCE = 1
 _PYTHON = {"bool": bool, "int64": int, "float64": float, "complex128": complex}
 
