@@ -75,6 +75,13 @@ class RunLedger:
                     self._entries.append(self._read(number))
                 self._top = number
 
+    def is_behind(self) -> bool:
+        """Whether somebody has appended since the last `refresh`. One question to storage.
+
+        Without the lock: who asks does not wait for an entry that is just being written.
+        """
+        return self._store.exists(entry_path(self._top + 1))
+
     @property
     def newest_claim(self) -> Claim | None:
         """Whose run it is, as of the last `refresh`."""
