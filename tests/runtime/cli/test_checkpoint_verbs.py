@@ -346,3 +346,30 @@ def test_named_parts_are_shown_verified_and_exported_each(tmp_path: Path) -> Non
     (damaged,) = (tmp_path / "run").glob("step-*/data/metadata")
     damaged.write_text("{}")
     assert runner.invoke(app, ["verify", uri]).exit_code == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_orbax_is_listed_shown_compared_and_exported(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    root = tmp_path / "orbax"
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            state = {"w": jnp.full((40,), float(step)), "b": jnp.ones(3)}
+            manager.save(step, args=ocp.args.StandardSave(state))
+    runner = CliRunner()
+
+    def ok(*words: str, code: int = 0) -> str:
+        done = runner.invoke(app, [*words])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    uri = str(root)
+    assert [line.split()[0] for line in ok("ls", uri).splitlines()[1:]] == ["1", "2"]
+    assert "float32[40]" in ok("show", uri)
+    assert "have no checksum" in ok("verify", uri)
+    assert "40 of 40 elements, by at most 1" in ok("diff", uri, "1", "2", code=1)
+    target = tmp_path / "w.safetensors"
+    item = json.loads(ok("ls", uri, "-o", "json"))["steps"][0]["items"][0]
+    ok("export", uri, str(target), "--format", "safetensors", "--item", item)
+    assert load_file(target)["w"].tolist() == [2.0] * 40

@@ -97,7 +97,7 @@ def verify(
 ) -> None:
     """Read every byte and compare it with its checksum; exit code 1 when one differs."""
     from everstep.runtime.cli.opened import OpenedRun
-    from everstep.runtime.cli.verifying import item_bytes, verify_item
+    from everstep.runtime.cli.verifying import item_bytes, verified_words, verify_item
     from everstep.runtime.errors import CheckpointInvalid
 
     with _failing_well():
@@ -121,7 +121,7 @@ def verify(
             for damage in damages:
                 print(f"step {commit.step}: {damage.leaf}: {damage.why}")
             if not damages:
-                print(f"step {commit.step}: {total} bytes in {opened.leaves} leaves are as written")
+                print(verified_words(opened, total))
             is_whole = is_whole and not damages
         if not is_whole:
             raise SystemExit(EXIT_NOT_SO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,24 +10,27 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from everstep.controller.api.ids import Step
+from everstep.controller.api.ids import Incarnation, Step
+from everstep.runtime.checkpoint.foreign import foreign_steps, open_foreign
 from everstep.runtime.errors import CheckpointInvalid, ConfigurationError
 from everstep.runtime.layout.boxes import Box, whole
 from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import Leaf, TreeSpec
+from everstep.runtime.storage.foreign_steps import ItemKind
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.manifest import PYTREE
 from everstep.runtime.storage.open import open_store
 from everstep.runtime.storage.reader import CheckpointReader, read_item_file, read_manifest
+from everstep.runtime.storage.store import Store
 
 READ_BYTES = 64 << 20
 """So much of a leaf is read at once."""
 
 
 class ItemReader(Protocol):
-    """What is asked of one item of a step: `CheckpointReader` has it."""
+    """What is asked of one item of a step: `CheckpointReader` and `ForeignReader` have it."""
 
     @property
     def tree(self) -> TreeSpec: ...
@@ -78,7 +82,11 @@ class OpenedRun:
         self.ledger = RunLedger(self.store)
         self.ledger.refresh()
         self.commits = self.ledger.commits()
-        if not self.commits and self.ledger.newest_claim is None:
+        self.is_foreign = self.ledger.newest_claim is None
+        """Orbax wrote it: there is no ledger, and a step is there when its folder is finished."""
+        if self.is_foreign:
+            self.commits = tuple(_foreign_commits(self.store))
+        if not self.commits and self.is_foreign:
             raise ConfigurationError(
                 "URI", uri, "a folder or bucket with checkpoints; this one has none"
             )
@@ -101,8 +109,10 @@ class OpenedRun:
         Raises:
             CheckpointInvalid: a small file is missing or altered.
         """
+        if self.is_foreign:
+            return _open_foreign(self.store, commit)
         manifest = read_manifest(self.store, commit)
-        items = {
+        items: dict[str, ItemReader] = {
             name: CheckpointReader(self.store, commit, name)
             for name, item in manifest.items.items()
             if item.handler == PYTREE
@@ -122,6 +132,31 @@ class OpenedRun:
                 yield commit, self.open(commit)
             except CheckpointInvalid as error:
                 yield commit, error
+
+
+def _foreign_commits(store: Store) -> Iterator[Commit]:
+    for step in foreign_steps(store):
+        found = open_foreign(store, step)
+        notes = {name: json.dumps(value) for name, value in found.metadata.items()}
+        yield Commit(
+            step=step,
+            incarnation=Incarnation(0),
+            folder=found.where.removeprefix(f"{store.uri}/"),
+            digest="",
+            committed_at_s=found.committed_at_s or 0.0,
+            extra=notes,
+            number=0,
+            claim=0,
+            job_uid="orbax",
+        )
+
+
+def _open_foreign(store: Store, commit: Commit) -> OpenedStep:
+    found = open_foreign(store, commit.step)
+    trees = [name for name, kind in found.items.items() if kind is ItemKind.TREE]
+    items: dict[str, ItemReader] = {name: found.reader(name) for name in trees}
+    others = {name: (kind.value,) for name, kind in found.items.items() if name not in trees}
+    return OpenedStep(step=commit.step, commit=commit, items=items, others=others)
 
 
 def absolute(uri: str) -> str:

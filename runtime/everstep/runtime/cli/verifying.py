@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everstep.runtime.cli.opened import ItemReader, leaf_bytes, spans
+from everstep.runtime.cli.opened import ItemReader, OpenedStep, leaf_bytes, spans
 from everstep.runtime.errors import CheckpointInvalid
 from everstep.runtime.layout.boxes import Box
 from everstep.runtime.layout.dtypes import itemsize, numpy_dtype
@@ -50,6 +50,15 @@ def verify_item(reader: ItemReader, advance: Callable[[int], None]) -> list[Dama
             ]
             found.extend(named or [Damage(leaf=leaf.name, why=str(problem))])
     return found
+
+
+def verified_words(opened: OpenedStep, total_bytes: int) -> str:
+    """What a verification without a damage has shown."""
+    head = f"step {opened.step}: {total_bytes} bytes in {opened.leaves} leaves"
+    bare = [name for reader in opened.items.values() for name in getattr(reader, "unverified", ())]
+    if bare:
+        return f"{head} can be read; {len(bare)} of them have no checksum, so no more is known"
+    return f"{head} are as written"
 
 
 def item_bytes(reader: ItemReader) -> int:
