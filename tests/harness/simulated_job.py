@@ -455,6 +455,7 @@ class SimulatedJob:
         message: str = "",
         alone: bool = False,
         before_main: bool = False,
+        stage: int = 0,
     ) -> None:
         restored = agent.restore.step if agent.restore is not None else None
         agent.exit = WorkerExit(
@@ -467,6 +468,7 @@ class SimulatedJob:
             step=Step(agent.step),
             restored_step=restored,
             is_before_main=before_main,
+            stage=stage,
         )
         agent.worker = {ExitCause.LEFT: Worker.LEFT, ExitCause.DONE: Worker.DONE}.get(
             cause, Worker.ENDED

@@ -61,3 +61,22 @@ def test_a_primary_cause_that_comes_late_is_still_the_first() -> None:
     job.run(3)
     (row,) = job.status.recoveries
     assert (row.cause, row.slice) == ("WorkerKilled", HOSTS[2].slice)
+
+
+@pytest.mark.parametrize("behind", HOSTS, ids=str)
+def test_of_several_that_hung_together_the_one_that_was_behind_is_the_cause(behind: HostId) -> None:
+    job = SimulatedJob(make_spec())
+    job.run(3)
+    # Its deadline is over a moment after that of the others, which waited for it.
+    for host in sorted(HOSTS, key=lambda host: host == behind):
+        stage = 3 if host == behind else 4
+        message = f"no first step; stage {stage}"
+        agent = job.agents[host]
+        job.end_worker(agent, ExitCause.HUNG, message=message, alone=True, stage=stage)
+        job.run(0.2)
+    job.run(2)
+    (row,) = job.status.recoveries
+    assert (row.cause, row.slice) == ("WorkerHung", behind.slice)
+    (failure,) = failures(job)
+    assert failure.message.startswith(f"Rank {behind.slice} (host {behind}) ended")
+    assert job.status.restarts.failures == 1

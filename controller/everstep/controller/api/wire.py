@@ -169,6 +169,9 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
     is_retryable: bool = True
     is_before_main: bool = False
     """The program ended before it called `es.main`: no step was tried."""
+    stage: int = 0
+    """How far on its way to the first step it was; greater is further, and training the furthest.
+    Of several that hung together, the one that was behind is what the others waited for."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,6 +136,14 @@ def _first_cause(
         if primary is None or primary.exit.at_s > first.at_s - COALESCE_S:
             reason = first.reason or Reason.SLICE_LOST
             return Cause(reason=reason, at_s=first.at_s, slice=first.id), None
+    if primary is not None and primary.exit.cause is ExitCause.HUNG:
+        # The deadlines of all are over at about the same time. Who was behind, the others waited
+        # for.
+        if turn.now_s < primary.exit.at_s + COALESCE_S and len(endings) < _host_count(turn):
+            turn.wake_at(primary.exit.at_s + COALESCE_S)
+            return None, None
+        hung = [ending for ending in endings if ending.exit.cause is ExitCause.HUNG]
+        primary = min(hung, key=lambda one: (one.exit.stage, one.exit.step, one.exit.at_s))
     if primary is not None:
         reason = _REASONS[primary.exit.cause]
         slice_ = primary.host.slice
@@ -170,6 +178,10 @@ def _first_cause(
         return _cause_of_absence(turn, absent, eldest), None
     reason = Reason.COLLECTIVE_ERROR
     return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
+
+
+def _host_count(turn: Turn) -> int:
+    return sum(len(turn.slices[id_].hosts) for id_ in turn.ledger.members if id_ in turn.slices)
 
 
 def _absent(turn: Turn, endings: list[Ending]) -> Report | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from everstep.controller.api.ids import Incarnation, Step
 from everstep.controller.api.wire import Directive, Held, NoticeReport, Request, RestoreFigures
-from everstep.runtime.agent.link import Assignment, Ending
+from everstep.runtime.agent.link import Assignment, Ending, WorkerPhase
 from everstep.runtime.agent.wire import Joined
 
 # What happens.
@@ -69,6 +69,7 @@ class WorkerEnded:
     step: Step
     message: str = ""
     is_before_main: bool = False
+    phase: WorkerPhase = WorkerPhase.IMPORTING
     at_s: float
 
 

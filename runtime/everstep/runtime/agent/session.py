@@ -58,7 +58,7 @@ from everstep.runtime.agent.events import (
     WorkerRestored,
     WorkerStarted,
 )
-from everstep.runtime.agent.link import EndKind
+from everstep.runtime.agent.link import EndKind, WorkerPhase
 from everstep.runtime.agent.rendezvous import rank_of
 
 NO_STEP = Step(0)
@@ -67,6 +67,16 @@ EXIT_STOPPED = 0
 EXIT_RELEASED = 143
 """Left after a notice, with nothing of the training finished: never 0, which a cluster would take
 for success."""
+
+_STAGES = {
+    WorkerPhase.IMPORTING: "importing the program",
+    WorkerPhase.CONNECTING: "connecting to the others",
+    WorkerPhase.PREPARING: "in train, before run.restore",
+    WorkerPhase.RESTORING: "restoring",
+    WorkerPhase.COMPILING: "compiling, or in its first step",
+    WorkerPhase.TRAINING: "training",
+    WorkerPhase.ENDING: "ending",
+}
 
 BLIND_S = 5.0
 """A longer gap between two looks at the time means that this process itself did not run."""
@@ -357,6 +367,8 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
     cause, message = classify(event, process_count=process_count)
     if state.worker is not None and state.worker.hung and cause is not ExitCause.DONE:
         cause, message = ExitCause.HUNG, state.worker.hung
+        if not state.worker.is_training:
+            message += f"; it was {_STAGES[event.phase]}"
     is_own_doing = cause in (ExitCause.DONE, ExitCause.LEFT, ExitCause.HUNG)
     if state.notice is not None and not is_own_doing and cause is not ExitCause.CONSEQUENCE:
         cause, message = ExitCause.CONSEQUENCE, f"after the notice: {message}"  # S5
@@ -375,6 +387,7 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
         step=last,
         restored_step=state.worker.restored_step if state.worker is not None else None,
         is_before_main=event.is_before_main,
+        stage=event.phase,
         is_retryable=cause not in NOT_RETRYABLE
         and not (event.is_before_main and event.code not in (None, 1)),
     )

@@ -30,6 +30,7 @@ from everstep.runtime.agent.link import (
     Restored,
     Word,
     WorkerFrame,
+    WorkerPhase,
 )
 from everstep.runtime.agent.supervisor.programs import ExitStatus, WorkerProcess
 from everstep.runtime.agent.supervisor.scope import Scope
@@ -190,6 +191,7 @@ class Following:
                 code=status.code,
                 signal=status.signal,
                 step=Step(max(0, step)),
+                phase=WorkerPhase(self._worker.control.read(Word.PHASE)),
                 at_s=self._clock.unix_s(),
             )
         )
