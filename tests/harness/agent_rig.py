@@ -33,6 +33,8 @@ JOB_UID = "uid-1"
 PORT = 7070
 COORDINATOR_PORT = 8482
 PROGRAM = (sys.executable, str(Path(__file__).with_name("linked_program.py")))
+AGENT = ("-m", "everstep.runtime.agent.main")
+ODD_AGENT = (str(Path(__file__).with_name("odd_agent.py")),)
 _MARK = "EVERSTEP_TEST_RIG"
 
 
@@ -70,6 +72,7 @@ class Rig:
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict[str, str])
     command: Sequence[str] = PROGRAM
+    agent: Sequence[str] = AGENT
     grace_s: float = 5.0
     agents: dict[HostId, subprocess.Popen[bytes]] = field(
         default_factory=dict[HostId, "subprocess.Popen[bytes]"]
@@ -89,7 +92,7 @@ class Rig:
         for host in hosts:
             log = (self.folder / f"{host.slice}-{host.host}.log").open("ab")
             command = [
-                *(sys.executable, "-m", "everstep.runtime.agent.main"),
+                *(sys.executable, *self.agent),
                 *("--channel", f"local:{self.folder}", "--job-uid", JOB_UID),
                 *("--slice", str(host.slice), "--host", str(host.host)),
                 *("--address", self.address(host), "--port", str(PORT)),

@@ -1,12 +1,12 @@
 """A training program without jax that speaks the link as a worker does, for tests of the agent.
 
 Its state is one array whose every element is the number of finished steps, replicated over all
-hosts or (`SHARDED=1`) divided among them by rows. Environment: `STEPS`, `STEP_S`, `SHARDED`,
-`MEETING` (path of
-the file in which members wait for each other), `SNAPSHOT_KB`, `PREPARE_S` (time
-before the state is there, from the second incarnation on), `PAUSE_AT` and `PAUSE_S` (a long
-evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`,
-`SIGABRT`, `SIGSEGV`), `FAULT_STEP`.
+hosts or (`SHARDED=1`) divided among them by rows; with `MARKED=1` each row has a number of its own
+added. Environment: `STEPS`, `STEP_S`, `MEETING` (path of the file in which members wait for each
+other), `SNAPSHOT_KB`, `PREPARE_S` (time before the state is there, from the second incarnation on),
+`STALL_RANK` and `STALL_S` (a restore that takes so long), `PAUSE_AT` and `PAUSE_S` (a long
+evaluation), `FAULT` (`import`, `exit-at-import`, `thread`, `raise`, `os-exit`, `loader`, `SIGABRT`,
+`SIGSEGV`), `FAULT_STEP`, `FAULT_RANK` (-1: all).
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ STEP_S = float(os.environ.get("STEP_S", "0.02"))
 COLUMNS = int(os.environ.get("SNAPSHOT_KB", "48")) * 1024 // 4 // ROWS
 FAULT = os.environ.get("FAULT", "")
 FAULT_STEP = int(os.environ.get("FAULT_STEP", "3"))
+FAULT_RANK = int(os.environ.get("FAULT_RANK", "-1"))
 IS_SHARDED = os.environ.get("SHARDED") == "1"
+IS_MARKED = os.environ.get("MARKED") == "1"
+ROW_MARK = 1 << 16
 
 TREE = TreeSpec(
     leaves=(
@@ -91,22 +94,26 @@ class Training:
         self.control = ControlBlock(fds[0])
         self.own_slots = fds[1:]
         self.box = own_box(assignment)
-        self.state = np.zeros(self.box.shape, np.float32)
+        rows = np.arange(self.box.start[0], self.box.stop[0], dtype=np.float32)
+        self.marks = rows[:, None] * (ROW_MARK if IS_MARKED else 0)
+        self.state = np.zeros(self.box.shape, np.float32) + self.marks
         self.writer: SlotWriter | None = None
         self.last_slot = -1
         self.others = self.meet()
 
     def meet(self) -> memoryview:
-        """Finished steps of all ranks, in a file that stands for the collectives."""
+        """Steps that each rank has begun, in a file that stands for the collectives."""
         count, incarnation = self.assignment.process_count, self.assignment.incarnation
         path = f"{os.environ['MEETING']}-{incarnation}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT)
         os.ftruncate(fd, 8 * count)
         return memoryview(mmap.mmap(fd, 8 * count)).cast("q")
 
-    def wait_for_others(self, step: int) -> None:
-        """A step needs all members: nobody finishes it before everyone has finished the last."""
-        while min(self.others) < step:
+    def meet_in(self, step: int) -> None:
+        """A step needs all members: nobody finishes it before everyone has begun it."""
+        self.others[self.assignment.rank] = step + 1
+        time.sleep(STEP_S)
+        while min(self.others) < step + 1:
             time.sleep(0.0005)
 
     def run(self) -> EndKind:
@@ -119,6 +126,8 @@ class Training:
         if self.assignment.incarnation > 1:
             time.sleep(float(os.environ.get("PREPARE_S", "0")))
         self.control.write(Word.PHASE, WorkerPhase.RESTORING)
+        if os.environ.get("STALL_RANK") == str(self.assignment.rank):
+            time.sleep(float(os.environ["STALL_S"]))
         step = self.restore()
         self.control.write(Word.STEP_STARTED, step)
         self.control.write(Word.STEP_DONE, step)
@@ -141,10 +150,11 @@ class Training:
             outcome = self.fetch()
             own_bytes = outcome.get(SourceKind.OWN, 0)
             peer_bytes = outcome.get(SourceKind.PEER, 0)
-            assert (self.state == step).all(), f"restored {self.state.flat[0]}, expected {step}"
+            wanted = self.marks + step
+            assert (self.state == wanted).all(), f"restored {self.state[:, 0]}, expected {wanted}"
         elif step is not None:
             source = "storage"
-            self.state[:] = step
+            self.state[:] = self.marks + step
         figures = RestoreFigures(
             incarnation=assignment.incarnation,
             step=Step(step or 0),
@@ -189,10 +199,8 @@ class Training:
         is_first = True
         while step < STEPS:
             self.control.write(Word.STEP_STARTED, step + 1)
-            self.others[self.assignment.rank] = step
-            time.sleep(STEP_S)
-            self.wait_for_others(step)
-            if step + 1 == FAULT_STEP:
+            self.meet_in(step)
+            if step + 1 == FAULT_STEP and FAULT_RANK in (-1, self.assignment.rank):
                 self.misbehave()
             if step + 1 == int(os.environ.get("PAUSE_AT", "-1")):
                 time.sleep(float(os.environ["PAUSE_S"]))
