@@ -229,8 +229,12 @@ def test_open_takes_paths_and_file_addresses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "named"),
     [
-        ("gs://bucket/run", "not supported yet"),
-        ("s3://bucket/run", "not supported yet"),
+        ("gs://b/run", "gs://bucket/path"),
+        ("gs://Bucket/run", "gs://bucket/path"),
+        ("gs://bucket/a//b", "gs://bucket/path"),
+        ("gs://bucket/../b", "gs://bucket/path"),
+        ("s3://bucket/run", "creates an object only if it does not exist"),
+        ("hdfs://host/run", "not supported"),
         ("relative/run", "absolute"),
         ("", "absolute"),
         ("file://host/run", "three slashes"),

@@ -6,10 +6,11 @@ our own bug. Readers and writers in other processes and on other hosts see the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from everstep.runtime.errors import InvariantViolated, StorageRefused
+from everstep.runtime.storage.objects import Objects
 
 
 class StorageMissing(StorageRefused):
@@ -25,13 +26,21 @@ class Location:
     """Where the arrays of a store lie, in words that the array library understands."""
 
     driver: str
-    """`file` or `memory`."""
+    """`file`, `memory` or `gcs`."""
     path: str
     """Folder, absolute for `file`; always ends with `/`."""
     space: Space | None = field(default=None, compare=False)
+    bucket: str | None = None
+    objects: Objects | None = field(default=None, compare=False)
+    """Of the bucket: our own way to it, beside the array library's."""
 
     def below(self, name: str) -> Location:
-        return Location(driver=self.driver, path=f"{self.path}{name}/", space=self.space)
+        return replace(self, path=f"{self.path}{name}/")
+
+    def as_base(self) -> dict[str, str]:
+        """As the array library wants it."""
+        base = {"driver": self.driver, "path": self.path}
+        return base if self.bucket is None else {**base, "bucket": self.bucket}
 
 
 class Store(Protocol):
