@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -44,8 +44,14 @@ from everstep.runtime.storage.datafiles import (
     read_extent,
     read_values,
 )
+from everstep.runtime.storage.dataobjects import (
+    MANIFEST,
+    ObjectValues,
+    ObjectWriter,
+    objects_of,
+)
 from everstep.runtime.storage.ocdbt import Extent, Root
-from everstep.runtime.storage.store import Location, Space
+from everstep.runtime.storage.store import Location, Space, StorageMissing
 from everstep.runtime.storage.zarr import differences, encode_metadata, metadata_key
 
 STORED_AS_BYTES: Mapping[str, str] = {
@@ -96,8 +102,10 @@ class PartWriter:
             in_flight_bytes: so many bytes are begun at most before some are waited for.
         """
         self._location = arrays.below(folder)
-        self._writer: DataWriter | _ValueWriter
-        if self._location.driver == "file":
+        self._writer: DataWriter | ObjectWriter | _ValueWriter
+        if self._location.objects is not None:
+            self._writer = ObjectWriter(self._location, in_flight_bytes=in_flight_bytes)
+        elif self._location.driver == "file":
             self._writer = DataWriter(
                 self._location.path, file_bytes=file_bytes, in_flight_bytes=in_flight_bytes
             )
@@ -194,6 +202,12 @@ def merge(
     Durability: on return it is synced, directories not. After a crash within, it is there whole
     or not at all.
     """
+    if arrays.objects is not None:
+        with HeldIndex(arrays) as held:
+            held.fetch(folders)
+            merge(held.location, folders, small)
+            held.send_made()
+        return
     with _translated(arrays):
         context = _context(arrays)
         transaction = ts.Transaction(atomic=True)
@@ -237,7 +251,7 @@ class ArrayReader:
     def __init__(self, arrays: Location) -> None:
         self._location = arrays
         self._lock = threading.Lock()
-        self._values: _IndexedValues | _AskedValues | None = None
+        self._values: _Values | None = None
         self._described: set[str] = set()
 
     def read(self, reads: Sequence[ArrayRead]) -> dict[int, StoredDamage]:
@@ -267,14 +281,13 @@ class ArrayReader:
         ]
         return {**values.read(wanted), **damages}
 
-    def _opened(self) -> _IndexedValues | _AskedValues:
+    def _opened(self) -> _Values:
         with self._lock:
             if self._values is None:
-                kind = _IndexedValues if self._location.driver == "file" else _AskedValues
-                self._values = kind(self._location)
+                self._values = _values_at(self._location)
             return self._values
 
-    def _check_description(self, plan: ArrayPlan, values: _IndexedValues | _AskedValues) -> None:
+    def _check_description(self, plan: ArrayPlan, values: _Values) -> None:
         """What Orbax would make of the array must be what we make of it."""
         if plan.name in self._described:
             return
@@ -293,7 +306,7 @@ class _IndexedValues:
         self._location = location
         with _translated(location, reading=True):
             base = ts.KvStore.open(_base(location), context=_context(location)).result()
-            self._index = _load_index(base)
+            self._index = _load_index(lambda *node: ts.ocdbt.dump(base, *node).result())
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-read")
 
     def small(self, key: str) -> bytes:
@@ -362,15 +375,85 @@ def _wanted(number: int, read: ArrayRead) -> Iterator[Wanted]:
         )
 
 
-def _load_index(base: Any) -> dict[str, bytes | Extent]:
-    """Where every value of a database lies. Each node is checked against its checksum."""
-    manifest = ts.ocdbt.dump(base).result()
+_Values = _IndexedValues | _AskedValues | ObjectValues
+
+
+def _values_at(location: Location) -> _Values:
+    if location.objects is None:
+        return (_IndexedValues if location.driver == "file" else _AskedValues)(location)
+    with HeldIndex(location) as held, _translated(location, reading=True):
+        return ObjectValues(location, _load_index(held.dump))
+
+
+class HeldIndex:
+    """The index of databases in a bucket, held in memory, where the array library looks at it.
+
+    So all requests, their credentials, and what is done when one fails, are our own.
+    """
+
+    def __init__(self, arrays: Location) -> None:
+        self._arrays = arrays
+        self._objects = objects_of(arrays)
+        self.location = Location(driver="memory", path="", space=Space())
+        self._base = ts.KvStore.open(_base(self.location), context=_context(self.location)).result()
+        self._fetched: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        erase(self.location)
+
+    def dump(self, *node: str) -> Any:
+        """What a node says, or the manifest. Raises `StoredDamage` where it is not there."""
+        self._get(_extent(node[0]).file if node else MANIFEST)
+        return ts.ocdbt.dump(self._base, *node).result()
+
+    def fetch(self, folders: Sequence[str]) -> None:
+        """Get manifest and index of the databases in folders."""
+        for folder in folders:
+            manifest = f"{folder}/{MANIFEST}"
+            self._get(manifest)
+            with _translated(self._arrays, reading=True):
+                said = ts.ocdbt.dump(self._base / f"{folder}/").result()
+            for version in said["versions"]:
+                if version["root"].get("location"):
+                    self._get(f"{folder}/{_extent(version['root']['location']).file}")
+
+    def send_made(self) -> None:
+        """Store what was made here, the manifest last."""
+        made = [key.decode() for key in self._base.list().result()]
+        for name in sorted(set(made) - self._fetched, key=lambda name: name == MANIFEST):
+            data = bytes(self._base.read(name).result().value)
+            if name == MANIFEST:
+                self._objects.replace(self._arrays.path + name, data)
+            elif not self._objects.create(self._arrays.path + name, data):
+                raise StorageUnavailable(f"{self._arrays.path}{name}: another object is there")
+
+    def _get(self, name: str) -> None:
+        if name in self._fetched:
+            return
+        try:
+            data = self._objects.get(self._arrays.path + name)
+        except StorageMissing as error:
+            raise StoredDamage(f"the object {name}", "nothing", is_checksum=False) from error
+        self._fetched.add(name)
+        self._base.write(name, data).result()
+
+
+def _load_index(dump: Callable[..., Any]) -> dict[str, bytes | Extent]:
+    """Where every value of a database lies. Each node is checked against its checksum.
+
+    Args:
+        dump: says what is in a node, or without one in the manifest.
+    """
+    manifest = dump()
     root = manifest["versions"][-1]["root"].get("location")
     index: dict[str, bytes | Extent] = {}
     nodes: list[tuple[bytes, str]] = [(b"", root)] if root else []
     while nodes:
         prefix, location = nodes.pop()
-        for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+        for entry in dump(location)["entries"]:
             if "location" in entry:
                 # What is common to all keys below is left out there.
                 nodes.append((prefix + entry["subtree_common_prefix"], entry["location"]))
@@ -430,8 +513,8 @@ def _context(location: Location) -> Any:
     return ts.Context(spec, parent=_spaces[location.space])
 
 
-def _base(location: Location) -> dict[str, Any]:
-    return {"driver": location.driver, "path": location.path}
+def _base(location: Location) -> dict[str, str]:
+    return location.as_base()
 
 
 def _database(
