@@ -18,6 +18,9 @@ from everstep.controller.local.identity import MARK, Place, mark_of
 from everstep.controller.local.records import JobRecord
 
 INHERITED = (
+    "CLOUDSDK_CONFIG",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_CLOUD_PROJECT",
     "HOME",
     "LANG",
     "LANGUAGE",
@@ -26,6 +29,7 @@ INHERITED = (
     "PATH",
     "PYTHONPATH",
     "SHELL",
+    "STORAGE_EMULATOR_HOST",
     "TMPDIR",
     "TZ",
     "USER",

@@ -41,10 +41,6 @@ def check_for_machine(spec: JobSpec, inherited: Mapping[str, str]) -> tuple[Fiel
     if slices.hosts_per_slice > HOST_COUNT_MAX:
         expected = f"at most {HOST_COUNT_MAX} hosts per slice on one machine"
         found.append(FieldRefused("spec.slices.hostsPerSlice", slices.hosts_per_slice, expected))
-    uri = spec.checkpoint.uri
-    if "://" in uri and not uri.startswith("file://"):
-        expected = "a folder of this machine: file:///absolute/path"
-        found.append(FieldRefused("spec.checkpoint.uri", uri, expected))
     found.extend(_check_program(spec, inherited))
     return tuple(found)
 
