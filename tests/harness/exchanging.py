@@ -117,7 +117,6 @@ class Rig:
             Board(process, self.process_count, self.board),
             key=key,
             address="127.0.0.1",
-            token=f"token of {process}",
             deadline_s=self.deadline_s,
             clock=SystemClock(),
         )

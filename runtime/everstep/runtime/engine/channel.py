@@ -6,6 +6,7 @@ started; this module, alone in the room, reaches for its client.
 
 from __future__ import annotations
 
+import socket
 from typing import Any, Protocol
 
 import jax
@@ -116,6 +117,27 @@ def open_channel(namespace: str) -> Channel:
             "jax.distributed.initialize() before it",
         )
     return JaxChannel(client, namespace)
+
+
+def own_address() -> str:
+    """The address at which the other processes reach this one.
+
+    It is the one from which this process goes to the coordination service, to which all go.
+    """
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    place = str(state.coordinator_address or "127.0.0.1:1")
+    host, _, port = place.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        # Nothing is sent: only the way there is looked up.
+        with socket.socket(found[0], socket.SOCK_DGRAM) as way:
+            way.connect(found[4])
+            return str(way.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise PeerUnavailable(f"no way to the coordinator at {place}: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:

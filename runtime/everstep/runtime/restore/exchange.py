@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from everstep.runtime.errors import PeerUnavailable
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.restore.arrivals import Arrivals
 from everstep.runtime.restore.giving import Sender
-from everstep.runtime.restore.handover import Wire
+from everstep.runtime.restore.handover import TOKEN_BYTES, Wire
 from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.passing import Passing, Stage
 from everstep.runtime.restore.reshard import Piece
@@ -61,7 +62,6 @@ class Exchange:
         *,
         key: str,
         address: str,
-        token: str,
         deadline_s: float,
         clock: Clock,
     ) -> None:
@@ -71,12 +71,13 @@ class Exchange:
             meeting: with the other processes.
             key: of this restore, never used before.
             address: at which the others reach this process.
-            token: that they show; a secret of this process until it is told over the meeting.
             deadline_s: of every wait on another process.
             clock: that measures it.
         """
         self._meeting, self._key = meeting, key
-        self._address, self._token = address, token
+        self._address = address
+        # Known to those whom it is told over the meeting: nobody else puts bytes into a state.
+        self._token = secrets.token_hex(TOKEN_BYTES // 2)
         self._deadline_s, self._clock = deadline_s, clock
         self._own = meeting.process
         self._is_told = False
@@ -123,7 +124,9 @@ class Exchange:
                     givers.add(chunk.reader)
         self._arrivals.chunk_count = first
         try:
-            self._server = socket.create_server((self._address, 0), backlog=128)
+            self._server = socket.create_server(
+                (self._address, 0), family=_family(self._address), backlog=128
+            )
         except OSError:
             # Nobody can come in. The others are told, and read for themselves.
             self._tell({})
@@ -242,6 +245,10 @@ class Exchange:
             wire = Wire(connection, f"{place[0]}:{place[1]}", self._deadline_s, self._clock)
             receive = partial(self._arrivals.receive, wire, self._token, self._agreement)
             _start(receive, "everstep-take")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _start(do: Callable[[], None], name: str) -> threading.Thread:
