@@ -16,6 +16,7 @@ from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.api.spec import JobSpec, MultiSliceJob
 from everstep.controller.cli.local import app as local_app
 from everstep.controller.cli.main import app
+from everstep.runtime.cli.main import app as checkpoint_app
 from tests.tidy.references import unresolved
 from tests.tidy.test_glossary import prose
 from tests.tidy.tree import ROOT, kept_files, pages, product_files, relative
@@ -173,10 +174,14 @@ def test_every_field_of_a_job_is_in_the_reference_with_its_default() -> None:
 
 def test_every_command_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([a-z]+)[^`]*` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted(_verbs(local_app))
+    groups = {"local": local_app, "checkpoint": checkpoint_app}
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    for name, commands in groups.items():
+        (section,) = (one for one in sections if one.startswith(f"`everstep {name}`"))
+        rows = re.findall(r"^\| `([a-z]+)[^`]*` \|", section, re.MULTILINE)
+        assert sorted(rows) == sorted(_verbs(commands)), name
     headings = re.findall(r"^## `everstep ([a-z]+)`$", text, re.MULTILINE)
-    assert sorted(headings) == sorted([*_verbs(app), "local"])
+    assert sorted(headings) == sorted([*_verbs(app), *groups])
 
 
 def _verbs(commands: typer.Typer) -> list[str]:
