@@ -251,6 +251,13 @@ class SimulatedJob:
         self.writes += 1
         return str(self._version)
 
+    def note_progress(self, job: str, status: JobStatus, precondition: str) -> bool:
+        assert job == "job"
+        if precondition != str(self._version):
+            return False
+        self._stored = (self._stored[0], encode(status))
+        return True
+
     def perform(self, job: str, action: Action) -> None:
         assert job == "job"
         self.performed.append(action)

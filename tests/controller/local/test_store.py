@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import Incarnation
+from everstep.controller.api.ids import Incarnation, Step
 from everstep.controller.api.status import JobStatus
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.local.errors import Conflict, FolderBusy, NotFound, RecordCorrupt
@@ -127,6 +127,22 @@ def test_a_record_of_another_name_is_refused(rig: LocalRig) -> None:
     target.record.write_bytes(source.record.read_bytes())
     with pytest.raises(RecordCorrupt, match="it holds the job 'llm'"):
         rig.world.store.read("copy")
+
+
+def test_progress_that_a_crash_of_the_machine_tore_is_forgotten(
+    rig: LocalRig, store: Store, tmp_path: Path
+) -> None:
+    rig.add_job(root=tmp_path)
+    found = store.read("llm")
+    shown = replace(found.status, step=Step(9))
+    assert store.note_progress("llm", shown, found.precondition)
+    assert store.read("llm").status == shown
+    for torn in (b"", b"{", b"\0" * 40):
+        rig.folder.job("llm").progress.write_bytes(torn)
+        assert store.read("llm") == found
+        seen = rig.world.observe("llm")
+        assert seen is not None
+        assert seen.ledger == found.ledger
 
 
 def test_an_unknown_job_is_not_found(store: Store) -> None:

@@ -181,11 +181,16 @@ def test_progress_alone_is_written_once_a_second_and_never_needs_a_write(rig: Lo
         )
 
     reconciler = _reconciler(rig, plan)
+    durable = rig.folder.job("llm").record.read_bytes()
     first, second = reconciler.reconcile("llm"), reconciler.reconcile("llm")
+    assert rig.folder.job("llm").record.read_bytes() == durable, "no write that waits for the disk"
     assert (first.result, second.result) == (Result.DONE, Result.QUIET)
     assert second.requeue_after_s is not None
     assert 0 < second.requeue_after_s <= 1.0
     seen = rig.world.observe("llm")
+    assert seen is not None
+    assert seen.status.step == 1
+    seen = rig.restart().observe("llm")
     assert seen is not None
     assert seen.status.step == 1
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import pytest
+from msgspec.structs import replace
 
-from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId
+from everstep.controller.api.ids import HostId, Incarnation, Rank, SliceId, Step
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.settings import resolve_settings
 from everstep.controller.api.status import JobStatus
@@ -40,6 +41,8 @@ __all__ = [
     "test_a_stopped_slice_can_be_started_again",
     "test_an_event_shows_once_however_often_it_is_told",
     "test_an_unknown_job_is_not_there",
+    "test_progress_is_observed_and_costs_no_precondition",
+    "test_progress_of_an_overtaken_look_is_not_shown",
     "test_starting_twice_starts_once",
     "test_what_was_persisted_is_observed",
 ]
@@ -173,6 +176,25 @@ def test_a_precondition_is_good_for_one_write(rig: Rig) -> None:
     assert rig.world.persist(JOB, first, JobStatus(), before.precondition) is not None
     assert rig.world.persist(JOB, second, JobStatus(), before.precondition) is None
     assert _observe(rig).ledger == first
+
+
+def test_progress_is_observed_and_costs_no_precondition(rig: Rig) -> None:
+    before = _observe(rig)
+    shown = replace(before.status, step=Step(7))
+    assert rig.world.note_progress(JOB, shown, before.precondition)
+    seen = _observe(rig)
+    assert (seen.status, seen.ledger) == (shown, before.ledger)
+    assert seen.precondition == before.precondition
+
+
+def test_progress_of_an_overtaken_look_is_not_shown(rig: Rig) -> None:
+    before = _observe(rig)
+    shown = replace(before.status, step=Step(7))
+    assert rig.world.note_progress(JOB, shown, before.precondition)
+    newer = replace(before.status, step=Step(3))
+    assert rig.world.persist(JOB, before.ledger, newer, before.precondition) is not None
+    assert not rig.world.note_progress(JOB, shown, before.precondition)
+    assert _observe(rig).status == newer
 
 
 def test_starting_twice_starts_once(rig: Rig) -> None:

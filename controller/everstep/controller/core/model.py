@@ -204,6 +204,19 @@ class World(Protocol):
         """
         ...
 
+    def note_progress(self, job: str, status: JobStatus, precondition: str) -> bool:
+        """Show figures that change while a job simply trains, if nothing was persisted since.
+
+        The precondition stays good. What is persisted later replaces what is shown.
+
+        Returns:
+            False on conflict: then nothing is shown.
+
+        Durability: survives the controller's process, not necessarily the machine. Blocking: not
+        for the disk.
+        """
+        ...
+
     def perform(self, job: str, action: Action) -> None:
         """Do one action. Idempotent under `action.key`; may be called again after a crash."""
         ...

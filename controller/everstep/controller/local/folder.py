@@ -28,6 +28,10 @@ class JobFolder:
         return self.path / "job.json"
 
     @property
+    def progress(self) -> Path:
+        return self.path / "progress.json"
+
+    @property
     def directive(self) -> Path:
         return self.path / "directive.json"
 

@@ -53,6 +53,16 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.metadata.uid}/{self.metadata.resource_version}"
 
 
+class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`progress.json`: the status with newer figures. Soft: it may be lost, old or torn.
+
+    It counts only beside the record that it was written for.
+    """
+
+    precondition: str
+    status: JobStatus
+
+
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`hosts/<slice>-<host>.json`: the process that is the agent of one host.
 
@@ -139,6 +149,13 @@ class Outcome(Enum):
     CREATED = "created"
     CONFIGURED = "configured"
     UNCHANGED = "unchanged"
+
+
+def with_progress(record: JobRecord, progress: ProgressRecord | None) -> JobRecord:
+    """Return the record with newer figures, if these belong to it."""
+    if progress is None or progress.precondition != record.precondition:
+        return record
+    return msgspec.structs.replace(record, status=progress.status)
 
 
 def encode(record: msgspec.Struct) -> bytes:

@@ -17,15 +17,17 @@ from everstep.controller.api.status import JobStatus
 from everstep.controller.core.ledger import Ledger
 from everstep.controller.local.addresses import choose_number
 from everstep.controller.local.errors import Conflict, NotFound, RecordCorrupt
-from everstep.controller.local.files import sync_folder, write_durable
+from everstep.controller.local.files import sync_folder, write_durable, write_soft
 from everstep.controller.local.folder import StateFolder
 from everstep.controller.local.records import (
     KIND,
     JobMetadata,
     JobRecord,
     Outcome,
+    ProgressRecord,
     encode,
     load,
+    with_progress,
 )
 
 
@@ -37,7 +39,23 @@ class Store:
         self._good: dict[str, JobRecord] = {}
 
     def read(self, name: str) -> JobRecord:
-        """Return a job.
+        """Return a job with its newest figures.
+
+        Raises:
+            NotFound, RecordCorrupt: as `read_durable`.
+        """
+        record = self.read_durable(name)
+        try:
+            return with_progress(record, self.read_progress(name))
+        except RecordCorrupt:
+            # A crash of the machine may tear what nothing depends on.
+            return record
+
+    def read_progress(self, name: str) -> ProgressRecord | None:
+        return load(self.folder.job(name).progress, ProgressRecord)
+
+    def read_durable(self, name: str) -> JobRecord:
+        """Return a job as it was persisted.
 
         Raises:
             NotFound: there is none of this name.
@@ -133,6 +151,19 @@ class Store:
             if found.precondition != precondition:
                 return None
             return self._write(found, replace(found, ledger=ledger, status=status)).precondition
+
+    def note_progress(self, name: str, status: JobStatus, precondition: str) -> bool:
+        """Show newer figures; see `core.model.World.note_progress`."""
+        with self.folder.writing():
+            try:
+                found = self.read_durable(name)
+            except NotFound:
+                return False
+            if found.precondition != precondition:
+                return False
+            noted = ProgressRecord(precondition=precondition, status=status)
+            write_soft(self.folder.job(name).progress, encode(noted))
+            return True
 
     def remove(self, name: str, uid: str) -> None:
         """Take all records of a job away; another job of the same name is left alone.

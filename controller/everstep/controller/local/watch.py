@@ -22,7 +22,7 @@ from everstep.controller.local.records import HostRecord
 from everstep.controller.local.world import LocalWorld
 
 _MASK = Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.CREATE | Mask.ONLYDIR
-_OWN_FILES = frozenset({"directive.json", "events.jsonl", "metrics.jsonl"})
+_OWN_FILES = frozenset({"directive.json", "progress.json", "events.jsonl", "metrics.jsonl"})
 """Of a job's folder, what only controller and agents write and no decision depends on."""
 
 

@@ -51,7 +51,13 @@ from everstep.controller.local.processes import (
     recorded_hosts,
     spawn,
 )
-from everstep.controller.local.records import EventRecord, HostRecord, JobRecord, encode
+from everstep.controller.local.records import (
+    EventRecord,
+    HostRecord,
+    JobRecord,
+    encode,
+    with_progress,
+)
 from everstep.controller.local.store import Store
 from everstep.controller.ops.clock import Clock
 
@@ -103,6 +109,9 @@ class LocalWorld:
 
     def persist(self, job: str, ledger: Ledger, status: JobStatus, precondition: str) -> str | None:
         return self.store.persist(job, ledger, status, precondition)
+
+    def note_progress(self, job: str, status: JobStatus, precondition: str) -> bool:
+        return self.store.note_progress(job, status, precondition)
 
     def perform(self, job: str, action: Action) -> None:
         match action:
@@ -271,11 +280,16 @@ class LocalWorld:
 
     def _look_up(self, job: str) -> JobRecord | None:
         """Return a job's record; the last good one while its file is garbage."""
-        return self._tolerance.load(self.folder.job(job).record, lambda: self._read(job))
+        folder = self.folder.job(job)
+        record = self._tolerance.load(folder.record, lambda: self._read(job))
+        if record is None:
+            return None
+        shown = self._tolerance.load(folder.progress, lambda: self.store.read_progress(job))
+        return with_progress(record, shown)
 
     def _read(self, job: str) -> JobRecord | None:
         try:
-            return self.store.read(job)
+            return self.store.read_durable(job)
         except NotFound:
             return None
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 PROGRESS_EVERY_S = 1.0
-"""Progress alone (step, loss, speed) is persisted this often, for each write waits for the disk."""
+"""Progress alone (step, loss, speed) is shown this often. It is not waited for on the disk."""
 
 SETTLED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.SUSPENDED})
 
@@ -133,8 +133,7 @@ class Reconciler:
         wait_s = self._wait_before_writing(job, observation, plan)
         is_changed = ledger != observation.ledger or plan.status != observation.status
         if is_changed and wait_s == 0.0:
-            written = self._world.persist(job, ledger, plan.status, observation.precondition)
-            if written is None:
+            if not self._write(job, observation, plan, ledger):
                 self._tell(job, plan, Result.CONFLICT, began_s)
                 return Pass(result=Result.CONFLICT, requeue_after_s=0.0)
             self._progress_at_s[job] = self._clock.monotonic_s()
@@ -149,6 +148,11 @@ class Reconciler:
             and not plan.actions
             and not observation.view.is_deleting,
         )
+
+    def _write(self, job: str, seen: Observation, plan: Plan, ledger: Ledger) -> bool:
+        if _is_progress(seen, plan):
+            return self._world.note_progress(job, plan.status, seen.precondition)
+        return self._world.persist(job, ledger, plan.status, seen.precondition) is not None
 
     def _tell_again(self, job: str, ledger: Ledger) -> None:
         if job in self._retold:
@@ -172,8 +176,7 @@ class Reconciler:
 
     def _wait_before_writing(self, job: str, observation: Observation, plan: Plan) -> float:
         """Return how long the write of this plan may wait: 0 unless only progress changed."""
-        is_progress = not plan.must_persist and plan.ledger == observation.ledger
-        if plan.actions or not is_progress or plan.status == observation.status:
+        if not _is_progress(observation, plan) or plan.status == observation.status:
             return 0.0
         last_s = self._progress_at_s.get(job)
         if last_s is None:
@@ -193,6 +196,11 @@ class Reconciler:
             actions=[action.key for action in plan.actions],
             took_s=round(self._clock.monotonic_s() - began_s, 6),
         )
+
+
+def _is_progress(seen: Observation, plan: Plan) -> bool:
+    """Whether at most figures for the eye changed: nothing depends on whether they are written."""
+    return not plan.must_persist and not plan.actions and plan.ledger == seen.ledger
 
 
 def _with_events(plan: Plan) -> Ledger:

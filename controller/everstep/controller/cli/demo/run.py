@@ -13,6 +13,9 @@ from pathlib import Path
 import msgspec
 
 from everstep.controller.api.status import JobStatus
+from everstep.controller.local.errors import NotFound
+from everstep.controller.local.folder import StateFolder
+from everstep.controller.local.store import Store
 
 
 class StageError(Exception):
@@ -76,12 +79,11 @@ class Run:
             raise StageError(f"everstep local {' '.join(words)}: exit {done.returncode}: {said}")
 
     def status(self) -> JobStatus:
-        """The job's status as last persisted; an empty one before the first pass."""
+        """The job's status as last shown; an empty one before the first pass."""
         try:
-            document = msgspec.json.decode((self.job_folder / "job.json").read_bytes())
-        except FileNotFoundError:
+            return Store(StateFolder(self.folder / "local")).read(self.name).status
+        except NotFound:
             return JobStatus()
-        return msgspec.convert(document.get("status") or {}, JobStatus)
 
     def read_metrics(self) -> MetricsLine | None:
         """Take in the metrics written since the last call; the newest line, or None at first."""
