@@ -81,7 +81,7 @@ class RestoreOptions:
             ConfigurationError: names it, and the nearest that there are.
         """
         leaves = [(part, leaf) for part, tree in wanted.items() for leaf in tree.leaves]
-        names = [_spell(part, leaf.path)[0] for part, leaf in leaves]
+        names = [name for part, leaf in leaves for name in _spell(part, leaf.path)]
         cast = () if isinstance(self.cast, bool) else self.cast
         for option, patterns in (("only", self.only or ()), ("cast", cast)):
             for pattern in patterns:
@@ -136,7 +136,7 @@ class RestoreOptions:
             if new not in names_wanted:
                 continue
             if old not in names_saved:
-                known = [_spell(self.part, leaf.path)[0] for leaf in saved.leaves]
+                known = [name for leaf in saved.leaves for name in _spell(self.part, leaf.path)]
                 raise ConfigurationError(
                     f"renamed {new}", old, f"the name of a saved leaf{_nearest(old, known)}"
                 )
@@ -238,4 +238,5 @@ def _are_texts(values: Iterable[object]) -> bool:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    near = near or [other for other in known if name.strip("*") in other][:3]
     return f"; the nearest: {', '.join(near)}" if near else ""
