@@ -16,7 +16,7 @@ ORBAX_BEST: dict[str, bool] = {"use_compression": False, "use_ocdbt": False}
 def make(case: dict[str, Any]) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "1"
-    if case["processes"] > 1:
+    if case["processes"] > 1 and case["side"] != "bare":
         import jax
 
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
