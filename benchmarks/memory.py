@@ -36,6 +36,12 @@ def run(arguments: Arguments) -> list[Figure]:
                 name="worker, with its backend and a tiny state", value=_pss(worker), unit="bytes"
             ),
         ]
+        job.wait_spares(job.slice_count)
+        spare = job.spare(1)
+        if spare is not None:
+            figures.append(
+                Figure(name="spare worker, warm", value=_pss(spare), unit="bytes"),
+            )
         lead = job.lead()
         if lead is not None:
             held = sum(_pss(process) for process in job.coordinators())

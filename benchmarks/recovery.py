@@ -140,6 +140,8 @@ def _measure(job: SliceJob, at_s: float, before: int, slices: int) -> tuple[floa
     lost = sum(r.lost_steps or 0 for r in since)
     # Steps enough for a snapshot, so that the next loss finds one as a long run would.
     job.wait_trained(status.incarnation, slices, steps=SNAPSHOT_EVERY + 2)
+    # Nor is a long run without its spare workers, which take a moment to get warm.
+    job.wait_spares(slices)
     return seconds, lost
 
 

@@ -29,9 +29,11 @@ from everstep.controller.core.model import NoticeClass
 from everstep.controller.local import capacity
 from everstep.controller.local.folder import StateFolder
 from everstep.controller.ops.clock import SystemClock
+from everstep.runtime.agent.link import SPARE_NAME, WORKER_NAME
 
 POLL_S = 0.002
 SETTLE_TIMEOUT_S = 120.0
+SPARES_TIMEOUT_S = 2.0
 NAME = "bench"
 COORDINATOR = "everstep.runtime.agent.coordinator"
 
@@ -67,7 +69,28 @@ class SliceJob:
     def program(self, slice_id: int) -> list[psutil.Process]:
         """The zygote and its worker, or the fresh worker alone; the worker is last."""
         children = self.agent(slice_id).children(recursive=True)
-        return [p for p in children if COORDINATOR not in " ".join(p.cmdline())]
+        return [
+            process
+            for process in children
+            if COORDINATOR not in " ".join(process.cmdline()) and process.name() != SPARE_NAME
+        ]
+
+    def spare(self, slice_id: int) -> psutil.Process | None:
+        """The worker that waits to be the next."""
+        try:
+            children = self.agent(slice_id).children(recursive=True)
+            return next((process for process in children if process.name() == SPARE_NAME), None)
+        except psutil.NoSuchProcess:
+            return None
+
+    def wait_spares(self, slices: int) -> None:
+        """Until so many slices have a spare that sleeps, or a while: a fresh worker has none."""
+        deadline_s = time.monotonic() + SPARES_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            found = [self.spare(slice_id) for slice_id in range(self.slice_count)]
+            if sum(s is not None and s.status() == psutil.STATUS_SLEEPING for s in found) >= slices:
+                return
+            time.sleep(0.05)
 
     def coordinators(self) -> list[psutil.Process]:
         """Processes that hold, or wait to hold, a coordination service."""
@@ -79,7 +102,8 @@ class SliceJob:
 
     def kill_worker(self, slice_id: int) -> float:
         """SIGKILL a worker; returns when, in Unix seconds."""
-        worker = self.program(slice_id)[-1]
+        below = self.program(slice_id)
+        worker = next((p for p in below if p.name() == WORKER_NAME), below[-1])
         at_s = time.time()
         os.kill(worker.pid, signal.SIGKILL)
         return at_s

@@ -28,6 +28,7 @@ from everstep.controller.api.wire import (
 )
 from everstep.controller.local.addresses import choose_number
 from everstep.runtime.agent.channel import MetricsLine
+from everstep.runtime.agent.link import WORKER_NAME
 
 JOB_UID = "uid-1"
 PORT = 7070
@@ -227,12 +228,13 @@ class Rig:
         return psutil.Process(self.agents[host].pid).children(recursive=True)
 
     def worker(self, host: HostId) -> psutil.Process:
-        """The forked worker: the one process below the zygote."""
+        """The worker: below the zygote, beside its spare, or the program itself."""
         agent = psutil.Process(self.agents[host].pid)
         for child in agent.children():
             if "coordinator" not in " ".join(child.cmdline()):
                 below = child.children(recursive=True)
-                return below[-1] if below else child
+                named = [process for process in below if process.name() == WORKER_NAME]
+                return (named or below or [child])[-1]
         raise AssertionError(f"host {host} has no worker")
 
     def zygote(self, host: HostId) -> psutil.Process:

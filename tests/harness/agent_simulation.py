@@ -200,7 +200,7 @@ class World:
                     self._save_held(one, effect.directive)
                 case events.Leave():
                     self.hosts.pop(one.id, None)
-                case events.TellLead() | events.MakeFinal() | events.Publish():
+                case events.KeepSpare() | events.TellLead() | events.MakeFinal() | events.Publish():
                     pass
 
     def _save_held(self, one: SimHost, order: Directive) -> None:

@@ -31,6 +31,8 @@ from everstep.runtime.agent.link import (
     ENV_LINK_FD,
     ENV_ZYGOTE_FD,
     EXIT_CODES,
+    SPARE_NAME,
+    WORKER_NAME,
     AgentFrame,
     Assignment,
     Captured,
@@ -43,9 +45,12 @@ from everstep.runtime.agent.link import (
     PlotAnnounced,
     Restored,
     SlotsGranted,
+    Warmed,
+    WarmUp,
     Word,
     WorkerPhase,
 )
+from everstep.runtime.agent.process import name_process
 from everstep.runtime.agent.signals import pass_by_in_worker
 from everstep.runtime.agent.zygote import serve
 from everstep.runtime.layout.boxes import Box
@@ -261,7 +266,12 @@ class Training:
 
 
 def enter(sock: socket.socket, control_fd: int, slots: list[int]) -> NoReturn:
-    assignment, fds = receive(sock, Assignment, 250)
+    assignment, fds = receive(sock, WarmUp | Assignment, 250)
+    while isinstance(assignment, WarmUp):
+        name_process(SPARE_NAME)
+        send(sock, Warmed())
+        assignment, fds = receive(sock, WarmUp | Assignment, 250)
+    name_process(WORKER_NAME)
     for fd in (control_fd, *slots):
         if fd >= 0:
             os.close(fd)

@@ -106,7 +106,12 @@ def kinds(effects: list[events.Effect]) -> list[type[events.Effect]]:
 def test_a_member_joins_restores_and_runs() -> None:
     one = Host()
     effects = one.run(directive(1, [0, 1]))
-    assert kinds(effects) == [events.EndIncarnation, events.BeginJoin, events.LaunchWorker]
+    assert kinds(effects) == [
+        events.EndIncarnation,
+        events.BeginJoin,
+        events.LaunchWorker,
+        events.KeepSpare,
+    ]
     assert one.state.phase is HostPhase.RUNNING
 
 

@@ -164,6 +164,11 @@ class LaunchWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSpare:
+    """Fork the next worker ahead of time: this one trains, and a loss may come any moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
     incarnation: Incarnation
     why: str
@@ -221,6 +226,7 @@ Effect = (
     | BeginJoin
     | LaunchWorker
     | KillWorker
+    | KeepSpare
     | ServeRequest
     | DropRequest
     | TellLead

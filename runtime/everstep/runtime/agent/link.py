@@ -32,6 +32,10 @@ frame that it reads."""
 ENV_ZYGOTE_FD = "EVERSTEP_ZYGOTE_FD"
 """Set for the zygote: `es.main` then serves forks on this socket instead of training."""
 
+WORKER_NAME = "everstep-worker"
+SPARE_NAME = "everstep-spare"
+"""What `ps` shows for a worker, and for one that has no assignment yet."""
+
 CONTROL_BYTES = 1 << 18
 METRICS_RING_OFFSET = 4096
 METRICS_RING_SLOTS = 1024
@@ -112,6 +116,21 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """Ids of holdings in this host's own memory, in the order of the inherited descriptors."""
 
 
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm-up"):
+    """Agent → spare: a worker that was forked ahead of time. Load what any first step needs, answer
+    `Warmed`, and wait for the `Assignment`.
+    """
+
+    patience_s: float
+    """Of the settings, which jax's backend reads once in a process. A spare is used for an
+    assignment with the same one only."""
+
+
+def patience_of(settings: Settings) -> float:
+    """How long a collective may wait for a slow member: a backstop, see `environment`."""
+    return max(settings.progress_timeout_s, settings.start_grace_s)
+
+
 class SlotsGranted(msgspec.Struct, frozen=True, kw_only=True, tag="slots"):
     """Agent → worker. One memfd per slot travels with it, in slot order."""
 
@@ -178,6 +197,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, tag="ending"):
     """One line; the traceback is already on stderr, whole and once."""
 
 
+class Warmed(msgspec.Struct, frozen=True, kw_only=True, tag="warmed"):
+    """Spare → agent: an assignment would be acted on at once."""
+
+
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     """JAX is connected and has its devices."""
 
@@ -185,7 +208,9 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     start_s: float
 
 
-WorkerFrame = PlotAnnounced | Captured | Restored | FirstStepDone | MetricNames | Ending | Connected
+WorkerFrame = (
+    PlotAnnounced | Captured | Restored | FirstStepDone | MetricNames | Ending | Connected | Warmed
+)
 
 EXIT_CODES: dict[EndKind, int] = {
     EndKind.DONE: 0,

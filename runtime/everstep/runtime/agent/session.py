@@ -40,6 +40,7 @@ from everstep.runtime.agent.events import (
     FenceSeen,
     HeldSaved,
     JoinAnswered,
+    KeepSpare,
     KillWorker,
     LaunchWorker,
     Leave,
@@ -344,7 +345,7 @@ def _take_first_step(state: Session, event: WorkerFirstStep) -> Result:
     if state.phase is HostPhase.RESTORING:
         is_leaving = state.request is not None and state.request.kind is RequestKind.LEAVE
         state = _enter(state, HostPhase.HOLDING if is_leaving else HostPhase.RUNNING, event.at_s)
-    return state, (Publish(),)
+    return state, (Publish(), KeepSpare())
 
 
 def _take_progress(state: Session, event: WorkerProgressed) -> Session:

@@ -32,7 +32,10 @@ Enter = Callable[[socket.socket, int, list[int]], NoReturn]
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Agent → zygote, with the link, the control block and the own slots."""
+    """Agent → zygote, with the link and the control block."""
+
+    number: int = 0
+    """Comes back in `Forked`: the agent may have given up on an earlier one."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -53,6 +56,7 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
     """
 
     pid: int
+    number: int = 0
 
 
 class Reaped(msgspec.Struct, frozen=True, kw_only=True, tag="reaped"):
@@ -137,12 +141,12 @@ class _Zygote:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._sock:
-                    _, fds = receive(self._sock, Fork, DESCRIPTORS_MAX)
-                    self._fork(fds)
+                    order, fds = receive(self._sock, Fork, DESCRIPTORS_MAX)
+                    self._fork(order, fds)
                 else:
                     self._reap(key.fd)
 
-    def _fork(self, fds: Sequence[int]) -> None:
+    def _fork(self, order: Fork, fds: Sequence[int]) -> None:
         why = why_not_forkable()
         if why is not None:
             send(self._sock, CannotFork(why=why))
@@ -157,7 +161,7 @@ class _Zygote:
         pidfd = os.pidfd_open(pid)
         self._workers[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
-        send(self._sock, Forked(pid=pid), [pidfd])
+        send(self._sock, Forked(pid=pid, number=order.number), [pidfd])
         for fd in fds:
             os.close(fd)
 

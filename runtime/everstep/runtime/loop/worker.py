@@ -14,20 +14,26 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
 from everstep.controller.api.ids import SliceId, Step
 from everstep.runtime.agent.control import ControlBlock
 from everstep.runtime.agent.frames import LinkClosed, receive, send
 from everstep.runtime.agent.link import (
     EXIT_CODES,
+    SPARE_NAME,
+    WORKER_NAME,
     Assignment,
     Connected,
     Ending,
     EndKind,
+    Warmed,
+    WarmUp,
     Word,
     WorkerPhase,
+    patience_of,
 )
+from everstep.runtime.agent.process import name_process
 from everstep.runtime.clock import Clock, SystemClock
 from everstep.runtime.errors import EverstepError, InvariantViolated
 from everstep.runtime.loop.ending import Verdict, judge, line_of
@@ -85,9 +91,12 @@ class _Worker:
         self._clock = clock
 
     def carry(self, control_fd: int | None, own_slot_fds: list[int]) -> EndKind:
+        assignment, fds = self._await_assignment()
         started_s = self._clock.monotonic_s()
-        assignment, fds = receive(self._sock, Assignment, DESCRIPTORS_MAX)
         if fds:
+            for superseded in (control_fd, *own_slot_fds):
+                if superseded is not None:
+                    os.close(superseded)
             control_fd, own_slot_fds = fds[0], fds[1:]
         if control_fd is None:
             raise InvariantViolated("the assignment came without a control block")
@@ -125,6 +134,22 @@ class _Worker:
             # slower member. A member that is gone is waited for briefly, and in vain.
             connection.wait_for_all(f"end/{assignment.incarnation}", END_TOGETHER_S)
         return self._end(verdict, step)
+
+    def _await_assignment(self) -> tuple[Assignment, list[int]]:
+        """Wait until it is said what this process is for; as a spare, get warm meanwhile."""
+        while True:
+            order, fds = receive(self._sock, WarmUp | Assignment, DESCRIPTORS_MAX)
+            match order:
+                case Assignment():
+                    name_process(WORKER_NAME)
+                    return order, fds
+                case WarmUp():
+                    name_process(SPARE_NAME)
+                    prepare_backend(order.patience_s)
+                    _warm_up()
+                    send(self._sock, Warmed())
+                case _:
+                    assert_never(order)
 
     def _run(
         self, assignment: Assignment, control: ControlBlock, fds: list[int], *, is_alone: bool
@@ -171,11 +196,25 @@ def prepare_process(assignment: Assignment) -> None:
             del os.environ[name]
         else:
             os.environ[name] = value
-    settings = assignment.settings
-    patience_s = max(settings.progress_timeout_s, settings.start_grace_s)
-    os.environ["XLA_FLAGS"] = backend_flags(os.environ.get("XLA_FLAGS", ""), patience_s=patience_s)
+    prepare_backend(patience_of(assignment.settings))
     # jax says at warning level that it saw a proxy variable, once per worker, to everyone.
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
+
+
+def prepare_backend(patience_s: float) -> None:
+    """Set what jax's backends read when the first one of the process is made, and never again."""
+    os.environ["XLA_FLAGS"] = backend_flags(os.environ.get("XLA_FLAGS", ""), patience_s=patience_s)
+
+
+def _warm_up() -> None:
+    from everstep.runtime.loop.warming import warm_up
+
+    try:
+        warm_up()
+    except Exception as error:  # noqa: BLE001 - jax's own private parts; without them it goes, too.
+        sys.stderr.write(f"everstep: a spare worker did not get warm: {line_of(error)}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_CODES[EndKind.STARTUP_FAILED])
 
 
 def _prepare_devices(assignment: Assignment) -> None:

@@ -28,6 +28,7 @@ from everstep.runtime.agent.link import (
     MetricNames,
     PlotAnnounced,
     Restored,
+    Warmed,
     Word,
     WorkerFrame,
     WorkerPhase,
@@ -164,6 +165,8 @@ class Following:
                 self._names = frame.names
             case Ending():
                 self._ending = frame
+            case Warmed():
+                pass  # Read by its spare; a worker that has an assignment says it no more.
             case _:
                 assert_never(frame)
 

@@ -21,7 +21,7 @@ from everstep.runtime.agent import events
 from everstep.runtime.agent import session as life
 from everstep.runtime.agent.channel import Channel
 from everstep.runtime.agent.control import ControlBlock
-from everstep.runtime.agent.link import Assignment, Ending, EndKind, Word
+from everstep.runtime.agent.link import Assignment, Ending, EndKind, Word, patience_of
 from everstep.runtime.agent.peers import PeerAhead, PeerClient
 from everstep.runtime.agent.process import adopt_orphans, children_of, end_strays
 from everstep.runtime.agent.server import build_app
@@ -222,6 +222,10 @@ class Host:
                 self._begin_join(effect.directive)
             case events.LaunchWorker():
                 self._launch(effect.assignment)
+            case events.KeepSpare():
+                if self.scope is not None:
+                    patience_s = patience_of(self.scope.directive.settings)
+                    self.scope.spawn(self.program.keep_spare(patience_s), "spare")
             case events.KillWorker():
                 self._kill_worker(effect.why)
             case events.ServeRequest():

@@ -19,7 +19,14 @@ from structlog.typing import FilteringBoundLogger
 from everstep.runtime.agent import tether
 from everstep.runtime.agent.control import ControlBlock, create_control_file
 from everstep.runtime.agent.frames import FrameStream, LinkClosed
-from everstep.runtime.agent.link import ENV_LINK_FD, ENV_ZYGOTE_FD, Assignment, WorkerFrame
+from everstep.runtime.agent.link import (
+    ENV_LINK_FD,
+    ENV_ZYGOTE_FD,
+    Assignment,
+    WorkerFrame,
+    patience_of,
+)
+from everstep.runtime.agent.supervisor.spares import Spare
 from everstep.runtime.agent.zygote import CannotFork, Fork, Forked, Ready, Reaped, ZygoteFrame
 
 # Threads that a library starts at import would make the program unfit to be forked. Set unless
@@ -101,8 +108,10 @@ class _Zygote:
         self._note_settled = note_settled
         self._link: FrameStream[ZygoteFrame] = FrameStream(ours, ZygoteFrame)
         self._settled = asyncio.Event()
-        self._forked: asyncio.Future[tuple[int, int]] | None = None
-        self._worker: WorkerProcess | None = None
+        self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._fork_last = 0
+        self._workers: dict[int, WorkerProcess] = {}
+        self._reaped: dict[int, ExitStatus] = {}
         self.was_ready = False
         self.refused: str | None = None
         self.status: ExitStatus | None = None
@@ -120,8 +129,11 @@ class _Zygote:
         """Whether the imports are over: it can be forked, or says why not, or has ended."""
         return self._settled.is_set()
 
-    async def fork(self, own_slots: Sequence[int]) -> WorkerProcess | None:
-        """Fork a worker; None when the program refuses to be forked (`refused` says why).
+    async def fork(self) -> WorkerProcess | None:
+        """Fork a process that waits for its assignment.
+
+        Returns:
+            The process; None when the program refuses to be forked (`refused` says why).
 
         Raises:
             ProgramEnded: the zygote is gone.
@@ -133,11 +145,13 @@ class _Zygote:
             return None
         ours, theirs = socket.socketpair()
         control_fd = create_control_file()
-        self._forked = asyncio.get_running_loop().create_future()
+        self._fork_last += 1
+        number = self._fork_last
+        forked = self._forking[number] = asyncio.get_running_loop().create_future()
         with theirs:
-            await self._link.send(Fork(), [theirs.fileno(), control_fd, *own_slots])
             try:
-                pid, pidfd = await self._forked
+                await self._link.send(Fork(number=number), [theirs.fileno(), control_fd])
+                pid, pidfd = await forked
             except LinkClosed:
                 ours.close()
                 os.close(control_fd)
@@ -146,12 +160,17 @@ class _Zygote:
                 raise ProgramEnded(await self._exited) from None
             except asyncio.CancelledError:
                 # Whatever is forked after all finds its link closed, and is killed by `_read`.
-                self._forked = None
+                if forked.done() and not forked.cancelled() and forked.exception() is None:
+                    _kill_and_close(forked.result()[1])
                 ours.close()
                 os.close(control_fd)
                 raise
+            finally:
+                self._forking.pop(number, None)
         worker = WorkerProcess(pid, pidfd, FrameStream(ours, WorkerFrame), control_fd)
-        self._worker = worker
+        self._workers[pid] = worker
+        if pid in self._reaped:
+            worker.note_exit(self._reaped.pop(pid))
         return worker
 
     async def _read(self) -> None:
@@ -167,15 +186,13 @@ class _Zygote:
                         self._settle()
                     case Forked():
                         pidfd = self._link.take_descriptor()
-                        if self._forked is not None and not self._forked.done():
-                            self._forked.set_result((frame.pid, pidfd))
+                        forked = self._forking.get(frame.number)
+                        if forked is not None and not forked.done():
+                            forked.set_result((frame.pid, pidfd))
                         else:
-                            with contextlib.suppress(ProcessLookupError):
-                                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                            os.close(pidfd)
+                            _kill_and_close(pidfd)
                     case Reaped():
-                        if self._worker is not None and self._worker.pid == frame.pid:
-                            self._worker.note_exit(_status_of(frame.status))
+                        self._note_exit(frame.pid, _status_of(frame.status))
                     case _:
                         assert_never(frame)
         except LinkClosed:
@@ -183,14 +200,23 @@ class _Zygote:
         if self.refused is None:
             # It has gone, or is going, without having said a word.
             self.status = await self._exited
-        if self._forked is not None and not self._forked.done():
-            self._forked.set_exception(LinkClosed("the zygote has ended"))
+        for forked in self._forking.values():
+            if not forked.done():
+                forked.set_exception(LinkClosed("the zygote has ended"))
         self._settle()
-        if self._worker is not None:
+        for worker in self._workers.values():
             # Tied to the zygote by the kernel.
-            self._worker.note_exit(ExitStatus(signal=signal.SIGKILL))
+            worker.note_exit(ExitStatus(signal=signal.SIGKILL))
         self._link.close()
         self._note_end(self)
+
+    def _note_exit(self, pid: int, status: ExitStatus) -> None:
+        worker = self._workers.pop(pid, None)
+        if worker is not None:
+            worker.note_exit(status)
+        elif self._forking:
+            # Read in one go with its `Forked`, before the one who waits for that could run.
+            self._reaped[pid] = status
 
     def _settle(self) -> None:
         self._settled.set()
@@ -207,7 +233,7 @@ class _Zygote:
 
 
 class Program:
-    """Makes workers of one command. At most one worker at a time."""
+    """Makes workers of one command: at most one at a time, and a spare for the next."""
 
     def __init__(
         self, command: Sequence[str], log: FilteringBoundLogger, note_ready: Callable[[], None]
@@ -217,6 +243,8 @@ class Program:
         self._note_ready = note_ready
         self._zygote: _Zygote | None = None
         self._direct: subprocess.Popen[bytes] | None = None
+        self._spare: Spare | None = None
+        self._has_spares = True
         self._is_abandoned = False
         self._is_launching = False
         self._ended_early: ExitStatus | None = None
@@ -236,6 +264,11 @@ class Program:
     def is_ready(self) -> bool:
         """Whether a launch would be answered at once, and not after the program's imports."""
         return self._zygote is None or self._zygote.is_settled
+
+    @property
+    def has_warm_spare(self) -> bool:
+        """Whether the next worker waits already, and would act at once."""
+        return self._spare is not None and self._spare.is_warm and self._spare.ended is None
 
     def warm(self) -> None:
         """Start the zygote, unless there is one or the program cannot be forked."""
@@ -260,6 +293,11 @@ class Program:
 
         Blocking: until the program's imports are done, when they are not.
         """
+        worker = self._take_spare(patience_of(assignment.settings))
+        if worker is not None:
+            prepare(worker.control)
+            await worker.assign(assignment, own_slots)
+            return worker
         early, self._ended_early = self._ended_early, None
         if early is not None:
             # It has shown its error. Running it again now would show the same once more.
@@ -284,7 +322,7 @@ class Program:
             if self._zygote is None:
                 break
             try:
-                worker = await self._zygote.fork(own_slots)
+                worker = await self._zygote.fork()
             except ProgramEnded as ended:
                 if is_last or ended.status.signal is None or self._is_abandoned:
                     raise
@@ -298,6 +336,51 @@ class Program:
         prepare(worker.control)
         await worker.assign(assignment, own_slots)
         return worker
+
+    async def keep_spare(self, patience_s: float) -> None:
+        """See to it that a process waits, warm, to be the next worker.
+
+        Args:
+            patience_s: `patience_of` the settings that the next assignment will probably have.
+
+        Blocking: until it is forked, where the program can be forked.
+        """
+        zygote = self._zygote
+        if zygote is None or not zygote.was_ready or not self._has_spares:
+            return
+        if self._spare is not None:
+            if self._spare.suits(patience_s):
+                return
+            self._drop_spare()
+            if not self._has_spares:
+                return
+        try:
+            worker = await zygote.fork()
+        except ProgramEnded:
+            return  # Whoever launches the next worker starts another zygote.
+        if worker is not None:
+            self._drop_spare()
+            self._spare = Spare(worker, patience_s)
+
+    def _take_spare(self, patience_s: float) -> WorkerProcess | None:
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        self._judge(spare)
+        return spare.take(patience_s)
+
+    def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._judge(spare)
+            spare.discard()
+
+    def _judge(self, spare: Spare) -> None:
+        """Make no more where one has ended by itself: warming up does not suit this program."""
+        status = spare.ended
+        if status is not None and status.code is not None:
+            self._has_spares = False
+            self._log.warning("a spare worker ended; none are kept any more", status=str(status))
 
     def abandon_launch(self) -> None:
         """End a launch that takes too long: the zygote is frozen, or its imports never end."""
@@ -331,12 +414,19 @@ class Program:
 
     def close(self) -> None:
         """End the zygote and any worker. Blocking: until they are reaped."""
+        self._drop_spare()
         if self._zygote is not None:
             zygote, self._zygote = self._zygote, None
             zygote.close()
         if self._direct is not None:
             self._direct.kill()
             self._direct.wait()
+
+
+def _kill_and_close(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
 
 
 def spawn(
