@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from everstep.runtime._version import __version__
 
 if TYPE_CHECKING:
-    from everstep.runtime.engine.checkpoints import Checkpoints, Retention, StepMetadata
+    from everstep.runtime.engine.checkpoints import Checkpoints
+    from everstep.runtime.engine.options import Retention, StepMetadata
     from everstep.runtime.engine.parts import Json, PartFiles, PartHandler, Parts
-    from everstep.runtime.engine.saving import CheckpointFailed, Saved
+    from everstep.runtime.engine.saved import CheckpointFailed, Saved
     from everstep.runtime.errors import (
         ConfigurationError,
         EverstepError,
@@ -53,7 +54,7 @@ __all__ = [
 
 _HOMES = {
     "Batch": "loop.data",
-    "CheckpointFailed": "engine.saving",
+    "CheckpointFailed": "engine.saved",
     "Checkpoints": "engine.checkpoints",
     "ConfigurationError": "errors",
     "Dataset": "loop.data",
@@ -65,12 +66,12 @@ _HOMES = {
     "PartFiles": "engine.parts",
     "PartHandler": "engine.parts",
     "Parts": "engine.parts",
-    "Retention": "engine.checkpoints",
+    "Retention": "engine.options",
     "Run": "loop.run",
-    "Saved": "engine.saving",
+    "Saved": "engine.saved",
     "ShuffledIndices": "loop.data",
     "StateRefused": "errors",
-    "StepMetadata": "engine.checkpoints",
+    "StepMetadata": "engine.options",
     "main": "loop.main",
     "ordered_step": "loop.reduction",
 }

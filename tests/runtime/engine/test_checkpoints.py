@@ -253,6 +253,24 @@ def test_a_part_that_cannot_be_named_so_is_refused(parts: dict[str, Any]) -> Non
         es.Parts(**parts)
 
 
+class Gate:
+    """A part whose writing stops until it is let go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def describe(self) -> str:
+        return "gate"
+
+    def write(self, files: es.PartFiles) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+        files.write("gate", b"")
+
+    def read(self, files: es.PartFiles) -> Any:
+        return files.names()
+
+
 # Refusals before `save` returns.
 
 
@@ -303,11 +321,27 @@ def test_a_newer_program_takes_the_run_and_the_older_one_is_told(tmp_path: Path)
     older.save(1, {"a": jnp.ones(2)}).wait()
     with es.Checkpoints(tmp_path / "run") as newer:
         newer.save(2, {"a": jnp.ones(2)}).wait()
-        older.save(3, {"a": jnp.ones(2)})
-        with pytest.raises(es.CheckpointFailed, match="fenced") as failed:
-            older.close()
-        assert isinstance(failed.value.__cause__, Fenced)
+        with pytest.raises(Fenced):
+            older.save(3, {"a": jnp.ones(2)})
+        older.close()
         assert newer.steps() == (1, 2)
+
+
+def test_a_program_that_is_fenced_while_it_writes_is_told_and_its_step_does_not_exist(
+    tmp_path: Path,
+) -> None:
+    older = es.Checkpoints(tmp_path / "run")
+    gate = Gate()
+    saved = older.save(1, es.Parts(model={"a": jnp.ones(2)}, gate=gate))
+    gate.reached.wait(60)
+    with es.Checkpoints(tmp_path / "run") as newer:
+        newer.save(2, {"a": jnp.ones(2)}).wait()
+        gate.opened.set()
+        with pytest.raises(es.CheckpointFailed, match="fenced") as failed:
+            saved.wait(60)
+        assert isinstance(failed.value.__cause__, Fenced)
+        assert newer.steps() == (2,)
+    older.close()
 
 
 def test_a_reader_claims_nothing(tmp_path: Path) -> None:
@@ -322,21 +356,24 @@ def test_a_reader_claims_nothing(tmp_path: Path) -> None:
 # Failures behind.
 
 
+class Breaks:
+    """A part that cannot be written."""
+
+    def describe(self) -> str:
+        return "breaks"
+
+    def write(self, files: es.PartFiles) -> None:
+        raise OSError(f"the part broke after {len(files.names())} files")
+
+    def read(self, files: es.PartFiles) -> Any:
+        return files.names()
+
+
 def test_a_failed_write_is_raised_at_the_next_call_and_the_step_does_not_exist(
     tmp_path: Path,
 ) -> None:
     checkpoints = es.Checkpoints(tmp_path / "run")
     checkpoints.save(1, {"a": jnp.ones(2)}).wait()
-
-    class Breaks:
-        def describe(self) -> str:
-            return "breaks"
-
-        def write(self, files: es.PartFiles) -> None:
-            raise OSError(f"the part broke after {len(files.names())} files")
-
-        def read(self, files: es.PartFiles) -> Any:
-            return files.names()
 
     saved = checkpoints.save(2, es.Parts(model={"a": jnp.ones(2)}, odd=Breaks()))
     with pytest.raises(es.CheckpointFailed, match="step 2"):
@@ -360,9 +397,7 @@ def test_the_programs_own_error_is_raised_and_the_failed_step_is_noted_on_it(
     def train() -> None:
         with es.Checkpoints(tmp_path / "run") as checkpoints:
             checkpoints.save(1, {"a": jnp.ones(2)}).wait()
-            with es.Checkpoints(tmp_path / "run") as newer:
-                newer.save(2, {"a": jnp.ones(2)}).wait()
-            checkpoints.save(3, {"a": jnp.ones(2)})
+            checkpoints.save(3, es.Parts(model={"a": jnp.ones(2)}, odd=Breaks()))
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as raised:
@@ -407,7 +442,162 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
             checkpoints.metadata(7)
 
 
+def test_a_draft_that_failed_gives_its_room_back(tmp_path: Path) -> None:
+    with es.Checkpoints(tmp_path / "run") as checkpoints:
+        saved = checkpoints.save(1, es.Parts(model={"a": jnp.ones(2)}, odd=Breaks()))
+        with pytest.raises(es.CheckpointFailed) as failed:
+            saved.wait(60)
+        checkpoints.wait()
+        assert (failed.value.step, failed.value.leaf) == (1, "odd")
+        assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_a_leaf_that_storage_did_not_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from everstep.runtime.storage.tensors import PartWriter
+
+    real = PartWriter.write
+
+    def full(self: PartWriter, plan: Any, box: Any, array: Any) -> None:
+        if plan.name == "b":
+            raise StorageRefused("a file", "no space left", "room")
+        real(self, plan, box, array)
+
+    monkeypatch.setattr(PartWriter, "write", full)
+    with es.Checkpoints(tmp_path / "run") as checkpoints:
+        saved = checkpoints.save(1, {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)})
+        with pytest.raises(es.CheckpointFailed, match="no space left") as failed:
+            saved.wait(60)
+    assert failed.value.leaf == "['b']"
+
+
+def test_a_folder_of_another_user_is_refused_before_anything_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with (
+        es.Checkpoints(tmp_path / "run") as checkpoints,
+        pytest.raises(StorageRefused, match="no permission"),
+    ):
+        checkpoints.save(1, {"a": jnp.ones(2)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_close_that_is_not_done_in_time_says_which_step_is_lost(tmp_path: Path) -> None:
+    gate = Gate()
+    checkpoints = es.Checkpoints(tmp_path / "run", deadline_s=0.2)
+    checkpoints.save(4, es.Parts(model={"a": jnp.ones(2)}, gate=gate))
+    with pytest.raises(es.CheckpointFailed, match="not written after") as failed:
+        checkpoints.close()
+    assert failed.value.step == 4
+    gate.opened.set()
+
+
+def test_a_step_dropped_while_it_is_read_is_said_and_the_newest_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writer goes on, and drops what a slow reader has just begun to read."""
+    from everstep.runtime.restore.assemble import restore_state as real
+
+    place = "everstep.runtime.engine.restoring.restore_state"
+    like = {"a": jnp.zeros(1000)}
+    writer = es.Checkpoints(tmp_path / "run", retention=es.Retention(latest=1))
+    for step in (1, 2):
+        writer.save(step, {"a": jnp.full(1000, float(step))})
+    writer.wait()
+    overtaken: list[int] = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if not overtaken:
+            overtaken.append(1)
+            for step in (3, 4, 5):
+                writer.save(step, {"a": jnp.full(1000, float(step))})
+            writer.wait()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(place, slow)
+    with es.Checkpoints(tmp_path / "run") as reader:
+        assert float(reader.restore(like)["a"][0]) == 5.0
+        assert "step 2 is passed over" in caplog.text
+        assert "dropped meanwhile" in caplog.text
+        overtaken.clear()
+        monkeypatch.setattr(place, _drop_first(writer, real))
+        with pytest.raises(CheckpointInvalid, match=r"step 4: .*dropped meanwhile"):
+            reader.restore(like, 4)
+    writer.close()
+
+
+def _drop_first(writer: es.Checkpoints, real: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        for step in (6, 7):
+            writer.save(step, {"a": jnp.ones(1000)})
+        writer.wait()
+        return real(*args, **kwargs)
+
+    return slow
+
+
 # Retention.
+
+
+def test_a_clean_up_that_fails_is_no_failure_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from everstep.runtime.storage.posix import PosixStore
+
+    def refuse(_: PosixStore, path: str) -> None:
+        raise StorageRefused(path, "an I/O error", "another disk")
+
+    with es.Checkpoints(tmp_path / "run", retention=es.Retention(latest=1)) as checkpoints:
+        with monkeypatch.context() as broken:
+            broken.setattr(PosixStore, "delete_tree", refuse)
+            for step in (1, 2, 3):
+                checkpoints.save(step, {"a": jnp.ones(2)})
+            checkpoints.wait()
+        assert checkpoints.latest() == 3
+        assert "old steps of" in caplog.text
+        checkpoints.save(4, {"a": jnp.ones(2)})
+        checkpoints.wait()
+        assert checkpoints.steps() == (3, 4)
+    assert len(list((tmp_path / "run").glob("step-*"))) == 2
+
+
+def test_the_leftover_of_a_program_that_was_killed_is_collected_by_the_next(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(run)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    assert len(list(run.glob("step-*"))) == 2
+    with es.Checkpoints(run) as checkpoints:
+        assert checkpoints.steps() == (1,)
+        checkpoints.save(3, {"a": jnp.ones(2)})
+    assert len(list(run.glob("step-*"))) == 2
+    assert es.Checkpoints(run).steps() == (1, 3)
+
+
+KILLED = """
+import os, signal, sys
+import jax.numpy as jnp
+import everstep.runtime as es
+
+class Kills:
+    def describe(self):
+        return "kills"
+    def write(self, files):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def read(self, files):
+        return None
+
+checkpoints = es.Checkpoints(sys.argv[1])
+checkpoints.save(1, {"a": jnp.ones(2)}).wait()
+checkpoints.save(2, es.Parts(model={"a": jnp.ones(2)}, kills=Kills())).wait()
+"""
 
 
 def test_the_best_steps_stay_by_their_metric_and_the_newest_two_always(tmp_path: Path) -> None:
@@ -479,6 +669,54 @@ def test_a_program_that_ends_without_close_keeps_its_last_step(tmp_path: Path) -
         assert checkpoints.latest() == 3
 
 
+FORGOTTEN = """
+import gc, sys
+import jax.numpy as jnp
+import everstep.runtime as es
+
+def train():
+    checkpoints = es.Checkpoints(sys.argv[1])
+    checkpoints.save(1, {"a": jnp.ones((1000, 1000))})
+
+train()
+gc.collect()
+"""
+
+
+def test_a_step_of_checkpoints_that_nobody_holds_any_more_is_still_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    subprocess.run([sys.executable, "-c", FORGOTTEN, str(run)], check=True, timeout=120)
+    assert es.Checkpoints(run).latest() == 1
+
+
+FAILED_AT_EXIT = """
+import sys
+import everstep.runtime as es
+
+class Breaks:
+    def describe(self):
+        return "breaks"
+    def write(self, files):
+        raise OSError("broken")
+    def read(self, files):
+        return None
+
+checkpoints = es.Checkpoints(sys.argv[1])
+checkpoints.save(1, es.Parts(odd=Breaks()))
+"""
+
+
+def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_AT_EXIT, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "step 1 could not be saved: OSError: broken" in done.stderr
+
+
 FORK = """
 import os, sys
 import everstep.runtime as es
@@ -513,15 +751,55 @@ def _no_thread_is_left() -> Iterator[None]:
             thread.join(20)
 
 
-def test_a_run_of_a_job_goes_on_and_back(tmp_path: Path) -> None:
-    """A step that was reached is gone back from by a later program; what it left is replaced."""
-    for first in (5, 3):
-        with es.Checkpoints(tmp_path / "run") as checkpoints:
-            for step in range(first, first + 2):
-                checkpoints.save(step, {"a": jnp.full(2, float(first))})
+# Going on, going back.
+
+
+def test_a_program_that_restored_nothing_does_not_go_back_behind_what_was_reached(
+    tmp_path: Path,
+) -> None:
     with es.Checkpoints(tmp_path / "run") as checkpoints:
-        assert checkpoints.steps() == (3, 4)
-        assert float(checkpoints.restore({"a": jnp.zeros(2)})["a"][0]) == 3.0
+        checkpoints.save(5, {"a": jnp.ones(2)})
+    with es.Checkpoints(tmp_path / "run") as fresh:
+        with pytest.raises(es.ConfigurationError, match="more than 5, the newest of this run"):
+            fresh.save(1, {"a": jnp.zeros(2)})
+        # It has taken nothing either.
+        assert fresh.steps() == (5,)
+        fresh.save(6, {"a": jnp.zeros(2)})
+    assert es.Checkpoints(tmp_path / "run").steps() == (5, 6)
+
+
+@pytest.mark.parametrize("again", ["the same program", "a later one"])
+def test_a_step_that_is_restored_is_gone_on_from_and_what_came_after_it_is_replaced(
+    tmp_path: Path, again: str
+) -> None:
+    like = {"a": jnp.zeros(2)}
+    retention = es.Retention(latest=9)
+    checkpoints = es.Checkpoints(tmp_path / "run", retention=retention)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, {"a": jnp.full(2, float(step))})
+    if again == "a later one":
+        checkpoints.close()
+        checkpoints = es.Checkpoints(tmp_path / "run", retention=retention)
+    restored = checkpoints.restore(like, 2)
+    with pytest.raises(es.ConfigurationError, match="2 or more"):
+        checkpoints.save(1, restored)
+    for step in (3, 5):
+        checkpoints.save(step, {"a": jnp.full(2, step + 0.5)})
+    checkpoints.wait()
+    assert checkpoints.steps() == (1, 2, 3, 5)
+    assert float(checkpoints.restore(like, 3)["a"][0]) == 3.5
+    checkpoints.close()
+    assert len(list((tmp_path / "run").glob("step-*"))) == 4
+
+
+def test_a_look_back_at_an_older_step_takes_nothing_away(tmp_path: Path) -> None:
+    with es.Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"a": jnp.ones(2)})
+        checkpoints.restore({"a": jnp.zeros(2)}, 1)
+        checkpoints.save(3, {"a": jnp.ones(2)})
+        checkpoints.wait()
+        assert checkpoints.steps() == (1, 2, 3)
 
 
 def test_metadata_is_in_the_file_that_orbax_shows(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.runtime.engine.saving import CapturedTree
+from everstep.runtime.engine.shares import CapturedTree
 from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.errors import StateRefused, StorageUnavailable
+from everstep.runtime.layout.boxes import whole
+from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.flat import FlatState
+from everstep.runtime.layout.tree import Leaf
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
 from everstep.runtime.snapshot.regions import shard_array
 
@@ -31,6 +34,7 @@ class Capturer:
         self._before: dict[str, FlatState] = {}
         self._plans: dict[str, CapturePlan] = {}
         self._layouts: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._free: list[dict[str, NDArray[np.uint8]]] = []
         self._in_use = 0
@@ -58,6 +62,15 @@ class Capturer:
         self._before[name], self._plans[name] = flat.without_values(), plan
         self._layouts[name] = self._layouts.get(name, -1) + 1
         return flat, plan
+
+    def bytes_of(self, flats: Mapping[str, Planned]) -> int:
+        """Bytes of the arrays, of all processes together."""
+        for name in flats:
+            layout = self._layouts[name]
+            if self._sizes.get(name, (-1, 0))[0] != layout:
+                leaves = flats[name][0].tree.leaves
+                self._sizes[name] = layout, sum(stored_bytes(leaf) for leaf in leaves)
+        return sum(self._sizes[name][1] for name in flats)
 
     def capture(
         self, flats: Mapping[str, Planned]
@@ -96,8 +109,13 @@ class Capturer:
                     )
             found = self._free.pop() if self._free else {}
             self._in_use += 1
-        kept = {name: found[name] for name, size in sizes.items() if _fits(found.get(name), size)}
-        # What is of no use any more is given up before anything new is asked for.
+        # Parts may have cadences of their own: memory of those that are not due now stays. What is
+        # of no use any more is given up before anything new is asked for.
+        kept = {
+            name: memory
+            for name, memory in found.items()
+            if sizes.get(name, memory.size) == memory.size
+        }
         found.clear()
         for name, size in sizes.items():
             if name not in kept:
@@ -111,5 +129,6 @@ class Capturer:
             self._changed.notify()
 
 
-def _fits(memory: NDArray[np.uint8] | None, size: int) -> bool:
-    return memory is not None and memory.size == size
+def stored_bytes(leaf: Leaf) -> int:
+    """Bytes of a leaf's array; 0 for one that has none."""
+    return whole(leaf.shape).size * itemsize(leaf.dtype) if leaf.is_stored_as_bytes else 0

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from everstep.controller.api.ids import HostId, Incarnation, Step
 from everstep.runtime.agent.link import Source
-from everstep.runtime.engine.channel import Channel
+from everstep.runtime.engine.exchanging import exchanging
 from everstep.runtime.engine.parts import Parts, as_parts, read_part
-from everstep.runtime.engine.saving import host_of
+from everstep.runtime.engine.shares import host_of
 from everstep.runtime.engine.state import flatten
+from everstep.runtime.engine.talk import Talk
 from everstep.runtime.errors import (
     CheckpointInvalid,
     ConfigurationError,
     EverstepError,
-    PeerUnavailable,
     StateRefused,
 )
+from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding
 from everstep.runtime.restore.assemble import restore_state
+from everstep.runtime.restore.options import EVERYTHING, RestoreOptions
 from everstep.runtime.storage.history import Commit
+from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.manifest import PYTREE, CheckpointManifest
 from everstep.runtime.storage.reader import read_item_file, read_manifest
 from everstep.runtime.storage.store import Store
@@ -45,100 +47,179 @@ class PartMissing(ConfigurationError):
     """A step has no part of this name."""
 
 
-def restore_parts(
-    like: Any,
-    commits: Sequence[Commit],
-    *,
-    uri: str,
-    store: Store,
-    channel: Channel,
-    key: str,
-    deadline_s: float,
-    memory_bytes: int,
-    wanted: int | None,
-    log: logging.Logger,
-) -> tuple[Any, int]:
-    """The newest of `commits` that every process can read, and its step.
+class StepDropped(CheckpointInvalid):
+    """The writer of the run has dropped the step while it was read."""
 
-    Args:
-        like: what is wanted; see `Checkpoints.restore`.
-        commits: steps that may be taken, oldest first; those of process 0 count.
-        uri: of the run.
-        store: of the run.
-        channel: to the other processes.
-        key: of this restore on the channel, never used before.
-        deadline_s: of a wait for another process.
-        memory_bytes: bound of what is in flight.
-        wanted: the step that was asked for, for messages.
-        log: where a step that is passed over is said.
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"step {step}",
+            "the step",
+            "one that its run keeps while it is read",
+            "a step that was dropped meanwhile; a newer one is there, or more are to be kept",
+        )
 
-    Raises:
-        as `Checkpoints.restore`.
-    """
-    by_step = {commit.step: commit for commit in commits}
-    tried: list[str] = []
-    steps = _agree(channel, f"{key}/steps", sorted(by_step), deadline_s)
-    if not steps:
-        raise ConfigurationError("step", wanted or "none", f"a committed step of {uri}")
-    lacking: PartMissing | None = None
-    for attempt, step in enumerate(steps):
+
+class Restoring:
+    """One restore. Every process of the program makes one with the same key."""
+
+    def __init__(
+        self,
+        store: Store,
+        talk: Talk,
+        *,
+        key: str,
+        deadline_s: float,
+        memory_bytes: int,
+        log: logging.Logger,
+        options: RestoreOptions = EVERYTHING,
+    ) -> None:
+        self._store, self._talk, self._key, self._log = store, talk, key, log
+        self._deadline_s, self._memory_bytes = deadline_s, memory_bytes
+        self._options = options
+        self._commits: dict[Step, Commit] = {}
+
+    def restore(self, like: Any, wanted: int | None) -> tuple[Any, int]:
+        """Restore a step that every process can read: the wanted one, or the newest such.
+
+        Raises:
+            as `Checkpoints.restore`.
+        """
+        passed: dict[Step, str] = {}
         failure: CheckpointInvalid | None = None
-        restored: Any = None
+        lacking: PartMissing | None = None
+        while (step := self._next(wanted, passed)) is not None:
+            key = f"{self._key}/{len(passed)}"
+            failure = None
+            restored: Any = None
+            try:
+                restored = self._attempt(like, step, key)
+            except PartMissing as error:
+                # A part may have a cadence of its own: an older step has it.
+                lacking = lacking or error
+                failure = CheckpointInvalid(f"step {step}", error.field, "a part", "not saved then")
+            except CheckpointInvalid as error:
+                failure = error
+            except EverstepError as error:
+                # Not a word against the step, but nobody may wait for this process.
+                self._talk.refuse(f"{key}/{self._talk.process}", error)
+                raise
+            why = self._all_of(key, failure)
+            if why is None:
+                return restored, step
+            if lacking is None:
+                self._log.warning("step %d is passed over: %s", step, why)
+            passed[step] = why
+        if lacking is not None:
+            raise lacking
+        if not passed:
+            have = ", ".join(map(str, self._commits)) or "none"
+            found = "none" if wanted is None else wanted
+            raise ConfigurationError(
+                "step", found, f"a committed step of {self._store.uri}: {have}"
+            )
+        if failure is not None and wanted is not None:
+            raise failure
+        tried = "; ".join(f"step {step}: {why}" for step, why in passed.items())
+        raise CheckpointInvalid(self._store.uri, "every step", "one that can be read", tried)
+
+    def _next(self, wanted: int | None, passed: Mapping[Step, str]) -> Step | None:
+        """The step to try now; what process 0 sees counts.
+
+        The ledger is read anew each time: while an old step was tried, newer ones may have come.
+        """
+        self._look()
+        key = f"{self._key}/{len(passed)}/step"
+        if not self._talk.leads:
+            by_s = self._talk.deadline(self._deadline_s)
+            told = self._talk.hear(key, by_s, "process 0 has not begun to restore")
+            return None if told["step"] is None else Step(told["step"])
+        left = [s for s in self._commits if s not in passed and wanted in (None, s)]
+        step = max(left, default=None)
+        self._talk.tell(key, step=step)
+        return step
+
+    def _look(self) -> None:
+        ledger = RunLedger(self._store)
+        ledger.refresh()
+        self._commits = {commit.step: commit for commit in ledger.commits()}
+
+    def _attempt(self, like: Any, step: Step, key: str) -> Any:
+        commit = self._commits.get(step)
+        if commit is None:
+            raise CheckpointInvalid(f"step {step}", "the ledger", "a commit", "none here")
         try:
-            if step not in by_step:
-                raise CheckpointInvalid(f"step {step}", "the ledger", "a commit", "none here")
-            restored = _restore_one(like, by_step[step], uri, store, channel, memory_bytes)
-        except PartMissing as error:
-            if wanted is not None or step == steps[-1]:
-                _tell(channel, f"{key}/{attempt}", f"{_STOP}{error}")
-                raise lacking or error from None
-            # A part may have a cadence of its own: an older step has it.
-            lacking = lacking or error
-            failure = CheckpointInvalid(f"step {step}", "the parts", error.field, "not saved")
+            return self._restore(like, commit, key)
         except CheckpointInvalid as error:
-            failure = error
-        except EverstepError as error:
-            # Not a word against the step, but nobody may wait for this process.
-            _tell(channel, f"{key}/{attempt}", f"{_STOP}{error}")
+            self._look()
+            now = self._commits.get(step)
+            if now is None or now.folder != commit.folder:
+                raise StepDropped(step) from error
             raise
-        why = _hear_all(channel, f"{key}/{attempt}", failure, deadline_s)
-        if why is None:
-            return restored, step
-        if lacking is None:
-            log.warning("step %d is passed over: %s", step, why)
-        tried.append(f"step {step}: {why}")
-    raise CheckpointInvalid(uri, "every step", "one that can be read", "; ".join(tried) or "none")
 
+    def _restore(self, like: Any, commit: Commit, key: str) -> Any:
+        manifest = read_manifest(self._store, commit)
+        parts = as_parts(like)
+        for name in parts:
+            if name not in manifest.items:
+                have = ", ".join(manifest.items)
+                raise PartMissing(f"part {name}", "nothing", f"one of step {commit.step}: {have}")
+        # In a state of several parts, the names of leaves begin with those of their parts.
+        prefixes = {name: name if isinstance(like, Parts) else "" for name in parts}
+        flats = {
+            name: _flat(name, part)
+            for name, part in parts.items()
+            if manifest.items[name].handler == PYTREE
+        }
+        self._options.check({prefixes[name]: flat.tree for name, flat in flats.items()})
+        restored: dict[str, Any] = {}
+        for name, part in parts.items():
+            if name in flats:
+                options = self._options.of_part(prefixes[name])
+                restored[name] = self._tree(name, flats[name], commit, key, options)
+            else:
+                files = _StoredFiles(self._store, commit, manifest, name)
+                handler = manifest.items[name].handler
+                restored[name] = read_part(
+                    name, part, handler, files, self._talk.process, self._talk.count
+                )
+        return Parts(**restored) if isinstance(like, Parts) else next(iter(restored.values()))
 
-def _restore_one(
-    like: Any, commit: Commit, uri: str, store: Store, channel: Channel, memory_bytes: int
-) -> Any:
-    manifest = read_manifest(store, commit)
-    restored: dict[str, Any] = {}
-    for name, part in as_parts(like).items():
-        item = manifest.items.get(name)
-        if item is None:
-            have = ", ".join(manifest.items)
-            raise PartMissing(f"part {name}", "nothing", f"one of step {commit.step}: {have}")
-        if item.handler == PYTREE:
-            order = Order(
-                incarnation=commit.incarnation,
-                restore_step=commit.step,
-                storage=Source(uri=uri, step=commit.step, item=name),
-                host=host_of(channel.process),
-            )
-            restored[name] = restore_state(
-                _flat(name, part), None, assignment=order, own_slots={}, memory_bytes=memory_bytes
+    def _tree(
+        self, name: str, flat: FlatState, commit: Commit, key: str, options: RestoreOptions
+    ) -> Any:
+        order = Order(
+            incarnation=commit.incarnation,
+            restore_step=commit.step,
+            storage=Source(uri=self._store.uri, step=commit.step, item=name),
+            host=host_of(self._talk.process),
+        )
+        with exchanging(self._talk, f"{key}/{name}", self._deadline_s) as exchange:
+            return restore_state(
+                flat,
+                None,
+                assignment=order,
+                own_slots={},
+                memory_bytes=self._memory_bytes,
+                options=options,
+                exchange=exchange,
             ).state
-        else:
-            files = _StoredFiles(store, commit, manifest, name)
-            restored[name] = read_part(
-                name, part, item.handler, files, channel.process, channel.process_count
-            )
-    return Parts(**restored) if isinstance(like, Parts) else next(iter(restored.values()))
+
+    def _all_of(self, key: str, failure: CheckpointInvalid | None) -> str | None:
+        """Why the step cannot be taken, if any process says so; None when all have it."""
+        own = "" if failure is None else str(failure)
+        talk = self._talk
+        talk.tell(f"{key}/{talk.process}", why=own)
+        found: list[str] = [own] if own else []
+        by_s = talk.deadline(self._deadline_s)
+        for process in talk.others:
+            words = f"process {process} has not restored"
+            told = talk.hear(f"{key}/{process}", by_s, words)
+            if told["why"]:
+                found.append(f"process {process}: {told['why']}")
+        return "; ".join(found) or None
 
 
-def _flat(name: str, wanted: Any) -> Any:
+def _flat(name: str, wanted: Any) -> FlatState:
     try:
         return flatten(wanted)
     except StateRefused as error:
@@ -162,45 +243,3 @@ class _StoredFiles:
 
     def names(self) -> tuple[str, ...]:
         return self._manifest.items[self._item].files
-
-
-def _agree(channel: Channel, key: str, steps: list[Step], deadline_s: float) -> list[Step]:
-    """The steps to try, newest first: those that process 0 sees."""
-    newest_first = sorted(steps, reverse=True)
-    if channel.process_count == 1:
-        return newest_first
-    if channel.process == 0:
-        channel.put(key, json.dumps(newest_first))
-        return newest_first
-    return [Step(step) for step in json.loads(channel.get(key, deadline_s))]
-
-
-_STOP = "stop: "
-
-
-def _tell(channel: Channel, key: str, words: str) -> None:
-    if channel.process_count > 1:
-        channel.put(f"{key}/{channel.process}", words)
-
-
-def _hear_all(
-    channel: Channel, key: str, failure: CheckpointInvalid | None, deadline_s: float
-) -> str | None:
-    """Why the step cannot be taken, if any process says so; None when all have it."""
-    if channel.process_count == 1:
-        return None if failure is None else str(failure)
-    own = "" if failure is None else str(failure)
-    _tell(channel, key, own)
-    found: list[str] = [own] if own else []
-    for process in range(channel.process_count):
-        if process == channel.process:
-            continue
-        try:
-            told = channel.get(f"{key}/{process}", deadline_s)
-        except PeerUnavailable as error:
-            raise PeerUnavailable(f"process {process} has not restored: {error}") from error
-        if told.startswith(_STOP):
-            raise PeerUnavailable(f"process {process} has not restored: {told[len(_STOP) :]}")
-        if told:
-            found.append(f"process {process}: {told}")
-    return "; ".join(found) or None

@@ -14,7 +14,7 @@ from everstep.controller.api.ids import HostId, Rank, SliceId, Step
 from everstep.runtime.clock import Clock
 from everstep.runtime.engine.checkpoints import Checkpoints
 from everstep.runtime.engine.placement import with_shardings
-from everstep.runtime.engine.saving import CheckpointFailed
+from everstep.runtime.engine.saved import CheckpointFailed
 from everstep.runtime.engine.state import flatten, reflatten
 from everstep.runtime.errors import InvariantViolated
 from everstep.runtime.layout.flat import FlatState

@@ -1,0 +1,51 @@
+"""What a user says about his checkpoints, and what he is told about a step. Values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which steps stay: those that any of the rules wants, and always the newest two.
+
+    `every_steps` keeps the multiples of a number, `every_seconds` the first step of each so many
+    seconds, `best` so many of the steps with the best `metric`, a number in the step's metadata.
+    """
+
+    latest: int = 3
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    best: int = 0
+    metric: str = "loss"
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        for name, least in (("latest", 1), ("best", 0)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(
+                    f"retention.{name}", getattr(self, name), f"{least} or more"
+                )
+        for name in ("every_steps", "every_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigurationError(f"retention.{name}", value, "more than 0, or None")
+        if self.mode not in ("min", "max"):
+            raise ConfigurationError("retention.mode", self.mode, '"min" or "max"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetadata:
+    """What is known of a step without reading its arrays."""
+
+    step: int
+    committed_at_s: float
+    """Unix seconds."""
+    metadata: Any
+    """What was given to `save`."""
+    parts: tuple[str, ...]
+    size_bytes: int
+    """Of its arrays."""
