@@ -214,6 +214,11 @@ class Training:
             self.control.record(step, (1.0 / step,))
             self.control.write(Word.STEP_DONE, step)
             hold = self.control.read(Word.HOLD_AFTER)
+            is_leaving = (
+                hold == step
+                and self.control.read(Word.HOLD_KIND) == HoldKind.LEAVE
+                and self.control.read(Word.HOLD_AFTER) == step
+            )
             every = self.control.read(Word.SNAPSHOT_EVERY)
             if is_first:
                 is_first = False
@@ -221,7 +226,7 @@ class Training:
                 send(self.sock, FirstStepDone(step=Step(step), at_s=time.time()))
             if hold == step or step == STEPS or (every and step % every == 0):
                 self.capture(step, is_required=hold == step or step == STEPS)
-            if hold == step and self.control.read(Word.HOLD_KIND) == HoldKind.LEAVE:
+            if is_leaving:
                 return self.end(EndKind.LEFT, step)
         return self.end(EndKind.DONE, step)
 

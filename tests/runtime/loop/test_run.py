@@ -272,6 +272,38 @@ def test_keys_of_many_steps_are_all_different() -> None:
     assert len(keys) == 500
 
 
+class AgreedMeanwhile(MemoryKeeper):
+    """Its first copy takes so long that a later step is agreed on and confirmed before it ends."""
+
+    later = 0
+
+    def capture(self, step: Step, state: Any, *, is_required: bool) -> bool:
+        if self.later > 0:
+            self.control.write(Word.HOLD_AFTER, -1)
+            self.control.write(Word.HOLD_KIND, HoldKind.LEAVE)
+            self.control.write(Word.HOLD_AFTER, self.later)
+            self.later = 0
+        return super().capture(step, state, is_required=is_required)
+
+
+def test_a_later_hold_that_is_confirmed_during_a_copy_does_not_end_the_step_that_is_copied() -> (
+    None
+):
+    keeper = AgreedMeanwhile()
+    keeper.later = 4
+    run = keeper.start()
+    state: State = run.restore(init)
+    keeper.control.write(Word.HOLD_KIND, HoldKind.CONTINUE)
+    keeper.control.write(Word.HOLD_AFTER, 2)
+    steps = run.steps(9)
+    run.step_done(next(steps), state)
+    run.step_done(next(steps), state)
+    run.step_done(next(steps), state)
+    with pytest.raises(Leave) as left:
+        run.step_done(next(steps), state)
+    assert (left.value.step, keeper.steps) == (4, [2, 4])
+
+
 class NoSlotYet(MemoryKeeper):
     """Grants no slot to the first captures that are not required."""
 

@@ -50,7 +50,7 @@ class Word(IntEnum):
     STEP_DONE = 0  # worker: last finished step; -1 before `restore` returned
     STEP_STARTED = 1  # worker: the step that `run.steps` handed out last
     HOLD_AFTER = 2  # agent: snapshot after this step; -1 none
-    HOLD_KIND = 3  # agent: HoldKind; written before HOLD_AFTER
+    HOLD_KIND = 3  # agent: HoldKind; written before HOLD_AFTER, which is -1 meanwhile if it moves
     SLOT_GRANTED = 4  # agent: index of the slot the next snapshot may overwrite; -1 none
     SNAPSHOT_EVERY = 5  # agent: cadence in steps; 0 never (only on request)
     SLOT_WRITING = 6  # worker: slot it is overwriting now; -1 none

@@ -225,6 +225,9 @@ class Run:
         """Everything that is not on the path of an ordinary step."""
         if self._keeper.failure is not None:
             raise self._keeper.failure
+        # Now and not after the copy: a later hold may be agreed on meanwhile, and its confirmation
+        # is none of this step's.
+        is_leaving = hold == step and self._is_confirmed(step)
         if self._is_first:
             self._is_first = False
             jax.block_until_ready(state)
@@ -238,11 +241,14 @@ class Run:
             is_required = is_last or hold == step
             self._is_held |= self._keeper.capture(step, state, is_required=is_required)
             self._owes = not self._is_held
-        if hold != step:
-            return
-        if self._control.read(Word.HOLD_KIND) == HoldKind.LEAVE and not is_last:
+        if is_leaving and not is_last:
             self._has_left = True
             raise Leave(step)
+
+    def _is_confirmed(self, step: Step) -> bool:
+        """Whether the hold of this step says to leave. Read in this order: see `Word.HOLD_KIND`."""
+        is_leave = self._control.read(Word.HOLD_KIND) == HoldKind.LEAVE
+        return is_leave and self._control.read(Word.HOLD_AFTER) == step
 
     def _is_due(self, step: Step) -> bool:
         every = self._control.read(Word.SNAPSHOT_EVERY)

@@ -118,6 +118,9 @@ class HostAnswers:
         leaves = hold.leave or (scope.hold_armed == hold.step and scope.hold_leaves)
         kind = HoldKind.LEAVE if leaves else HoldKind.CONTINUE
         snapshots.expect(hold.step)
+        if scope.hold_armed not in (None, hold.step):
+            # No worker may take the kind of this hold for that of the one before.
+            worker.control.write(Word.HOLD_AFTER, -1)
         worker.control.write(Word.HOLD_KIND, kind)
         worker.control.write(Word.HOLD_AFTER, hold.step)
         scope.hold_armed, scope.hold_leaves = hold.step, leaves
