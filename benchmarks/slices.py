@@ -80,8 +80,8 @@ class SliceJob:
         try:
             children = self.agent(slice_id).children(recursive=True)
             return next((process for process in children if process.name() == SPARE_NAME), None)
-        except psutil.NoSuchProcess:
-            return None
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            return None  # The slice is away.
 
     def wait_spares(self, slices: int) -> None:
         """Until so many slices have a spare that sleeps, or a while: a fresh worker has none."""
