@@ -129,7 +129,8 @@ def test_a_bucket_that_is_no_address_is_refused(tmp_path: Path) -> None:
     document = _document(tmp_path)
     document["spec"]["checkpoint"]["uri"] = "s3://bucket/llm"
     said = _refused(tmp_path, yaml.safe_dump(document))
-    assert "spec.checkpoint.uri: found" in said and "s3://bucket/llm" in said
+    assert "spec.checkpoint.uri: found" in said
+    assert "s3://bucket/llm" in said
 
 
 def test_of_two_jobs_none_is_created_when_one_is_wrong(tmp_path: Path) -> None:
