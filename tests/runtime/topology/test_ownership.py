@@ -176,3 +176,33 @@ def test_an_unknown_dtype_is_refused_by_leaf() -> None:
     tree = tree_of(array("odd", dtype="datetime64", shape=(2,)))
     with pytest.raises(StateRefused, match="odd"):
         plan_writes(tree, (holding(HOSTS[0], [(0, whole((2,)))], tree),))
+
+
+def excess(shape: tuple[int, ...], chunk: tuple[int, ...], parts: tuple[int, ...]) -> float:
+    """Bytes of the chunks that readers of these parts touch, each for itself, over the leaf's."""
+    touched = 0
+    for box in grid(shape, parts):
+        sides = zip(box.start, box.stop, chunk, shape, strict=True)
+        touched += math.prod(
+            min(-(-stop // c) * c, n) - start // c * c for start, stop, c, n in sides
+        )
+    return touched / math.prod(shape)
+
+
+def test_readers_of_rows_columns_and_blocks_touch_few_bytes_too_many() -> None:
+    # Weights of a real size, saved by 1 to 8 processes in any way, read by as many in any way.
+    splits = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8), (2, 2), (4, 2), (2, 4)]
+    found: list[float] = []
+    for shape in ((8192, 8192), (4096, 16384), (16384, 4096)):
+        tree = tree_of(*(array("w", i, shape=shape) for i in range(4)))
+        for saved in splits:
+            owners = [host(rank) for rank in range(math.prod(saved))]
+            holdings = tuple(
+                holding(owner, [(i, box) for i in range(4)], tree)
+                for owner, box in zip(owners, grid(shape, saved), strict=True)
+            )
+            chunk = plan_writes(tree, holdings).chunks[0]
+            found += [excess(shape, chunk, read) for read in splits]
+    # Readers that exchange touch none too many; these are readers that know of no other.
+    assert float(np.mean(found)) <= 1.5
+    assert max(found) <= 4
