@@ -188,6 +188,18 @@ def test_a_finished_job_keeps_its_records_and_nothing_else(everstep: Everstep) -
     assert "llm is Succeeded and cannot be Running" in said
 
 
+def test_applying_a_job_that_has_ended_waits_for_nothing(everstep: Everstep) -> None:
+    done = everstep.job_file("done", slices=1, words=("steps=5",))
+    everstep.ok("apply", "-f", done, "--wait")
+    everstep.wait_for_phase("Succeeded", "done")
+    assert everstep.ok("apply", "-f", done, "--wait", "--timeout", "20s").endswith("unchanged\n")
+    bad = everstep.job_file("bad", slices=1, words=("raise_at=5",), restart={"maxRestarts": 0})
+    everstep.run("apply", "-f", bad)
+    everstep.wait_for_phase("Failed", "bad")
+    said = everstep.refused("apply", "-f", bad, "--wait", "--timeout", "20s")
+    assert "bad is Failed and cannot be" in said
+
+
 def test_a_wait_that_takes_too_long_says_so(everstep: Everstep) -> None:
     everstep.ok("apply", "-f", everstep.job_file(slices=1))
     said = everstep.refused("wait", "llm", "--for", "phase=Succeeded", "--timeout", "0.3s")
