@@ -223,7 +223,8 @@ def test_stopping_all_leaves_records_and_no_process(everstep: Everstep) -> None:
     everstep.ok("preempt", "1", "--notice", "60s")
     lines = everstep.ok("stop", "--all").splitlines()
     assert lines[0].startswith("controller ended (process ")
-    assert lines[1] == "llm: 2 processes ended"
+    # A slice under notice leaves as soon as its step is held, which may be before this.
+    assert lines[1] in ("llm: 2 processes ended", "llm: 1 process ended")
     assert everstep.agents() == []
     assert everstep.controller() is None
     assert everstep.record().metadata.name == "llm"

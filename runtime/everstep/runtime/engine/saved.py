@@ -64,8 +64,10 @@ class Saved:
 
     @property
     def failure(self) -> CheckpointFailed | None:
+        """Why the step does not exist; None while it is on its way, and when it is there."""
         return self._failure
 
     def settle(self, failure: CheckpointFailed | None) -> None:
+        """Say how it ended. For the engine, once."""
         self._failure = failure
         self._done.set()
