@@ -807,3 +807,30 @@ def test_metadata_is_in_the_file_that_orbax_shows(tmp_path: Path) -> None:
         checkpoints.save(1, {"a": jnp.ones(2)}, metadata={"loss": 0.5})
     (file,) = (tmp_path / "run").glob("step-*/_CHECKPOINT_METADATA")
     assert json.loads(file.read_text())["custom_metadata"] == {"loss": 0.5}
+
+
+# A folder of Orbax.
+
+
+def test_steps_that_orbax_wrote_are_gone_on_from_in_the_same_folder(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    like = {"w": jnp.zeros(4), "b": jnp.zeros((), jnp.bfloat16)}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            state = {"w": jnp.full(4, float(step)), "b": jnp.ones((), jnp.bfloat16)}
+            manager.save(step, args=ocp.args.StandardSave(state))
+    with es.Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == (1, 2)
+        assert checkpoints.metadata(2).size_bytes == 4 * 4 + 2
+        assert float(checkpoints.restore(like, 1)["w"][0]) == 1.0
+        with pytest.raises(es.ConfigurationError, match="that Orbax wrote"):
+            checkpoints.save(2, like)
+        state = checkpoints.restore(like)
+        assert float(state["w"][0]) == 2.0
+        assert state["b"].dtype == jnp.bfloat16
+        checkpoints.save(3, state)
+        checkpoints.wait()
+        assert checkpoints.steps() == (1, 2, 3)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == [1, 2]

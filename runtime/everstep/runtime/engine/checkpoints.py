@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from everstep.controller.api.ids import Incarnation, Step
+from everstep.runtime.checkpoint.foreign import foreign_steps, open_foreign
 from everstep.runtime.checkpoint.retention import METADATA
 from everstep.runtime.clock import Clock, SystemClock
 from everstep.runtime.engine import checks
@@ -27,6 +28,7 @@ from everstep.runtime.engine.saving import CapturedStep, Writer, save_key
 from everstep.runtime.engine.talk import Talk
 from everstep.runtime.errors import ConfigurationError
 from everstep.runtime.restore.options import EVERYTHING, Initialiser, RestoreOptions
+from everstep.runtime.storage.foreign_steps import ItemKind
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.open import open_store
@@ -245,8 +247,9 @@ class Checkpoints:
             return state, found
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that exist, oldest first."""
-        return tuple(commit.step for commit in self._commits())
+        """The steps that exist, oldest first; those too that Orbax wrote into the folder."""
+        own = {commit.step for commit in self._commits()}
+        return tuple(sorted(own.union(foreign_steps(self._store))))
 
     def latest(self) -> int | None:
         """The newest step that exists."""
@@ -254,8 +257,7 @@ class Checkpoints:
 
     def metadata(self, step: int) -> StepMetadata:
         """What is known of a step. Raises `ConfigurationError` when there is no such step."""
-        commits = self._commits()
-        for commit in commits:
+        for commit in self._commits():
             if commit.step == step:
                 manifest = read_manifest(self._store, commit)
                 trees = [item.tree for item in manifest.items.values()]
@@ -266,7 +268,18 @@ class Checkpoints:
                     parts=tuple(manifest.items),
                     size_bytes=sum(stored_bytes(leaf) for tree in trees for leaf in tree.leaves),
                 )
-        have = ", ".join(str(commit.step) for commit in commits) or "none"
+        if step in foreign_steps(self._store):
+            found = open_foreign(self._store, step)
+            kinds = found.items
+            trees = [found.reader(name).tree for name in kinds if kinds[name] is ItemKind.TREE]
+            return StepMetadata(
+                step=step,
+                committed_at_s=found.committed_at_s,
+                metadata=found.metadata.get("custom_metadata"),
+                parts=tuple(kinds),
+                size_bytes=sum(stored_bytes(leaf) for tree in trees for leaf in tree.leaves),
+            )
+        have = ", ".join(map(str, self.steps())) or "none"
         raise ConfigurationError("step", step, f"one of {have}")
 
     def wait(self) -> None:
@@ -358,6 +371,7 @@ class Checkpoints:
             checks.check_folder(self._store, self._capturer.bytes_of(flats))
             if self._ledger.own_claim is None:
                 self._ledger.refresh()
+                checks.check_not_behind_orbax(step, foreign_steps(self._store))
                 if self._step_least is None:
                     checks.check_not_behind(step, self._ledger)
                 self._claim()

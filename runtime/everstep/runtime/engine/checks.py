@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.runtime.errors import ConfigurationError, StateRefused, StorageRefused
@@ -30,6 +30,15 @@ def check_not_behind(step: int, ledger: RunLedger) -> None:
             step,
             f"more than {newest}, the newest of this run; to go on from it or to go back, restore "
             "the step to go on from; to begin anew, take another folder",
+        )
+
+
+def check_not_behind_orbax(step: int, others: Sequence[int]) -> None:
+    """Steps that Orbax wrote are in no ledger, so nothing of ours replaces them."""
+    newest = max(others, default=-1)
+    if step <= newest:
+        raise ConfigurationError(
+            "step", step, f"more than {newest}, the newest that Orbax wrote into this folder"
         )
 
 

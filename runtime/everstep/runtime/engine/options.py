@@ -42,8 +42,8 @@ class StepMetadata:
     """What is known of a step without reading its arrays."""
 
     step: int
-    committed_at_s: float
-    """Unix seconds."""
+    committed_at_s: float | None
+    """Unix seconds; None where Orbax wrote the step and did not say."""
     metadata: Any
     """What was given to `save`."""
     parts: tuple[str, ...]

@@ -9,6 +9,7 @@ from typing import Any
 
 from everstep.controller.api.ids import HostId, Incarnation, Step
 from everstep.runtime.agent.link import Source
+from everstep.runtime.checkpoint.foreign import foreign_steps, open_foreign
 from everstep.runtime.engine.exchanging import exchanging
 from everstep.runtime.engine.parts import Parts, as_parts, read_part
 from everstep.runtime.engine.shares import host_of
@@ -24,6 +25,7 @@ from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding
 from everstep.runtime.restore.assemble import restore_state
 from everstep.runtime.restore.options import EVERYTHING, RestoreOptions
+from everstep.runtime.storage.foreign_steps import ItemKind
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.manifest import PYTREE, CheckpointManifest
@@ -77,6 +79,7 @@ class Restoring:
         self._deadline_s, self._memory_bytes = deadline_s, memory_bytes
         self._options = options
         self._commits: dict[Step, Commit] = {}
+        self._foreign: tuple[Step, ...] = ()
 
     def restore(self, like: Any, wanted: int | None) -> tuple[Any, int]:
         """Restore a step that every process can read: the wanted one, or the newest such.
@@ -112,7 +115,7 @@ class Restoring:
         if lacking is not None:
             raise lacking
         if not passed:
-            have = ", ".join(map(str, self._commits)) or "none"
+            have = ", ".join(map(str, sorted(self._steps()))) or "none"
             found = "none" if wanted is None else wanted
             raise ConfigurationError(
                 "step", found, f"a committed step of {self._store.uri}: {have}"
@@ -133,7 +136,7 @@ class Restoring:
             by_s = self._talk.deadline(self._deadline_s)
             told = self._talk.hear(key, by_s, "process 0 has not begun to restore")
             return None if told["step"] is None else Step(told["step"])
-        left = [s for s in self._commits if s not in passed and wanted in (None, s)]
+        left = [s for s in self._steps() if s not in passed and wanted in (None, s)]
         step = max(left, default=None)
         self._talk.tell(key, step=step)
         return step
@@ -142,13 +145,19 @@ class Restoring:
         ledger = RunLedger(self._store)
         ledger.refresh()
         self._commits = {commit.step: commit for commit in ledger.commits()}
+        self._foreign = foreign_steps(self._store)
+
+    def _steps(self) -> set[Step]:
+        return {*self._commits, *self._foreign}
 
     def _attempt(self, like: Any, step: Step, key: str) -> Any:
         commit = self._commits.get(step)
+        if commit is None and step in self._foreign:
+            return self._restore(like, _OrbaxStep(self._store, step), key)
         if commit is None:
             raise CheckpointInvalid(f"step {step}", "the ledger", "a commit", "none here")
         try:
-            return self._restore(like, commit, key)
+            return self._restore(like, _OwnStep(self._store, commit), key)
         except CheckpointInvalid as error:
             self._look()
             now = self._commits.get(step)
@@ -156,41 +165,33 @@ class Restoring:
                 raise StepDropped(step) from error
             raise
 
-    def _restore(self, like: Any, commit: Commit, key: str) -> Any:
-        manifest = read_manifest(self._store, commit)
+    def _restore(self, like: Any, found: _FoundStep, key: str) -> Any:
         parts = as_parts(like)
         for name in parts:
-            if name not in manifest.items:
-                have = ", ".join(manifest.items)
-                raise PartMissing(f"part {name}", "nothing", f"one of step {commit.step}: {have}")
+            if not found.has(name):
+                raise PartMissing(
+                    f"part {name}", "nothing", f"one of step {found.step}: {found.names()}"
+                )
         # In a state of several parts, the names of leaves begin with those of their parts.
         prefixes = {name: name if isinstance(like, Parts) else "" for name in parts}
-        flats = {
-            name: _flat(name, part)
-            for name, part in parts.items()
-            if manifest.items[name].handler == PYTREE
-        }
+        flats = {name: _flat(name, part) for name, part in parts.items() if found.is_tree(name)}
         self._options.check({prefixes[name]: flat.tree for name, flat in flats.items()})
         restored: dict[str, Any] = {}
         for name, part in parts.items():
             if name in flats:
                 options = self._options.of_part(prefixes[name])
-                restored[name] = self._tree(name, flats[name], commit, key, options)
+                restored[name] = self._tree(name, flats[name], found, key, options)
             else:
-                files = _StoredFiles(self._store, commit, manifest, name)
-                handler = manifest.items[name].handler
-                restored[name] = read_part(
-                    name, part, handler, files, self._talk.process, self._talk.count
-                )
+                restored[name] = found.read(name, part, self._talk)
         return Parts(**restored) if isinstance(like, Parts) else next(iter(restored.values()))
 
     def _tree(
-        self, name: str, flat: FlatState, commit: Commit, key: str, options: RestoreOptions
+        self, name: str, flat: FlatState, found: _FoundStep, key: str, options: RestoreOptions
     ) -> Any:
         order = Order(
-            incarnation=commit.incarnation,
-            restore_step=commit.step,
-            storage=Source(uri=self._store.uri, step=commit.step, item=name),
+            incarnation=found.incarnation,
+            restore_step=found.step,
+            storage=Source(uri=self._store.uri, step=found.step, item=name),
             host=host_of(self._talk.process),
         )
         with exchanging(self._talk, f"{key}/{name}", self._deadline_s) as exchange:
@@ -224,6 +225,55 @@ def _flat(name: str, wanted: Any) -> FlatState:
         return flatten(wanted)
     except StateRefused as error:
         raise StateRefused(f"{name}: {error.field}", error.found, error.expected) from error
+
+
+class _OwnStep:
+    """A step of the ledger, and what it is made of."""
+
+    def __init__(self, store: Store, commit: Commit) -> None:
+        self._store, self._commit = store, commit
+        self._manifest = read_manifest(store, commit)
+        self.step, self.incarnation = commit.step, commit.incarnation
+
+    def names(self) -> str:
+        return ", ".join(self._manifest.items)
+
+    def has(self, name: str) -> bool:
+        return name in self._manifest.items
+
+    def is_tree(self, name: str) -> bool:
+        return self._manifest.items[name].handler == PYTREE
+
+    def read(self, name: str, like: Any, talk: Talk) -> Any:
+        files = _StoredFiles(self._store, self._commit, self._manifest, name)
+        handler = self._manifest.items[name].handler
+        return read_part(name, like, handler, files, talk.process, talk.count)
+
+
+class _OrbaxStep:
+    """A step that Orbax wrote into the same folder."""
+
+    incarnation = Incarnation(0)
+
+    def __init__(self, store: Store, step: Step) -> None:
+        self._opened = open_foreign(store, step)
+        self.step = step
+
+    def names(self) -> str:
+        return ", ".join(self._opened.items)
+
+    def has(self, name: str) -> bool:
+        return self._opened.kind(name) is not None
+
+    def is_tree(self, name: str) -> bool:
+        return self._opened.kind(name) is not ItemKind.JSON
+
+    def read(self, name: str, like: Any, talk: Talk) -> Any:
+        del like, talk  # Of what is no tree, only Orbax's JSON is read, and that is a value.
+        return self._opened.json(name)
+
+
+_FoundStep = _OwnStep | _OrbaxStep
 
 
 class _StoredFiles:
