@@ -816,10 +816,10 @@ def test_steps_that_orbax_wrote_are_gone_on_from_in_the_same_folder(tmp_path: Pa
     import orbax.checkpoint as ocp
 
     like = {"w": jnp.zeros(4), "b": jnp.zeros((), jnp.bfloat16)}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
+    with ocp.CheckpointManager(tmp_path / "run") as orbax_run:
         for step in (1, 2):
             state = {"w": jnp.full(4, float(step)), "b": jnp.ones((), jnp.bfloat16)}
-            manager.save(step, args=ocp.args.StandardSave(state))
+            orbax_run.save(step, args=ocp.args.StandardSave(state))
     with es.Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.steps() == (1, 2)
         assert checkpoints.metadata(2).size_bytes == 4 * 4 + 2
@@ -832,5 +832,5 @@ def test_steps_that_orbax_wrote_are_gone_on_from_in_the_same_folder(tmp_path: Pa
         checkpoints.save(3, state)
         checkpoints.wait()
         assert checkpoints.steps() == (1, 2, 3)
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        assert manager.all_steps() == [1, 2]
+    with ocp.CheckpointManager(tmp_path / "run") as orbax_run:
+        assert orbax_run.all_steps() == [1, 2]
