@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 v0 = pytest.importorskip("orbax.checkpoint")
 
 GOLDENS = sorted(path for path in FOLDER.glob("orbax-*/*") if path.is_dir())
-WITHOUT_TEXT = ("standard", "manager")
+WITHOUT_TEXT = ("standard", "orbax_run")
 
 
 class Order:
@@ -113,12 +113,12 @@ def test_a_state_comes_back_bit_for_bit_in_the_words_of_the_program(
 ) -> None:
     folder, name = checkpoint
     state = example(has_text=name not in WITHOUT_TEXT)
-    found = restore(folder, jax.tree.map(other, state), step=12 if name == "manager" else 0)
+    found = restore(folder, jax.tree.map(other, state), step=12 if name == "orbax_run" else 0)
     assert_same(found, state)
 
 
 def test_items_json_and_what_was_said_of_a_step_are_read() -> None:
-    (folder,) = [path for path in GOLDENS if path.name == "manager"]
+    (folder,) = [path for path in GOLDENS if path.name == "orbax_run"]
     found = open_foreign(str(folder))
     assert (found.step, found.steps()) == (12, (12,))
     assert {name: kind.value for name, kind in found.items.items()} == {
@@ -215,10 +215,10 @@ def sharded_arrays_come_back_in_any_layout(root: str) -> None:
 
 
 def test_steps_without_their_final_name_do_not_exist(tmp_path: Path) -> None:
-    with v0.CheckpointManager(tmp_path) as manager:
+    with v0.CheckpointManager(tmp_path) as orbax_run:
         for step in (1, 5, 10):
-            manager.save(step, args=v0.args.StandardSave({"w": jnp.full(2, step)}))
-            manager.wait_until_finished()
+            orbax_run.save(step, args=v0.args.StandardSave({"w": jnp.full(2, step)}))
+            orbax_run.wait_until_finished()
     os.rename(tmp_path / "10", tmp_path / "10.orbax-checkpoint-tmp-1234")
     (tmp_path / "notes_3").mkdir()
     assert foreign_steps(str(tmp_path)) == (1, 5)
@@ -230,7 +230,7 @@ def test_steps_without_their_final_name_do_not_exist(tmp_path: Path) -> None:
 
 
 def test_two_folders_of_one_step_are_refused(tmp_path: Path) -> None:
-    (golden,) = [path for path in GOLDENS if path.name == "manager"]
+    (golden,) = [path for path in GOLDENS if path.name == "orbax_run"]
     for name in ("a_3", "b_3"):
         shutil.copytree(golden / "ckpt_000012", tmp_path / name)
     with pytest.raises(ConfigurationError, match="a_3, b_3"):
@@ -308,7 +308,7 @@ def test_checkpoints_of_earlier_versions_are_read_or_refused(case: Path) -> None
 
 
 def test_a_run_may_begin_beside_steps_of_orbax_but_not_inside_one(tmp_path: Path) -> None:
-    (golden,) = [path for path in GOLDENS if path.name == "manager"]
+    (golden,) = [path for path in GOLDENS if path.name == "orbax_run"]
     shutil.copytree(golden, tmp_path / "run")
     with pytest.raises(StorageRefused):
         RunLedger(PosixStore(str(tmp_path / "run" / "ckpt_000012"))).claim(Incarnation(1), "job")

@@ -142,6 +142,7 @@ CALLS: tuple[BannedCall, ...] = (
             "runtime/everstep/runtime/checkpoint/commit.py": "tells two writers of a draft apart",
             "runtime/everstep/runtime/storage/datafiles.py": "names of data files",
             "runtime/everstep/runtime/restore/exchange.py": "the key to one exchange's door",
+            "runtime/everstep/runtime/storage/dataobjects.py": "names of data objects",
             "runtime/everstep/runtime/storage/posix.py": "names of temporary files",
             "runtime/everstep/runtime/storage/tensors.py": "the id that a database must have",
             "runtime/everstep/runtime/testing/local_slices.py": "plays the controller",

@@ -67,15 +67,15 @@ def _standard(folder: Path) -> None:
         checkpointer.save(folder, example(has_text=False))
 
 
-def _manager(folder: Path) -> None:
+def _orbax_run(folder: Path) -> None:
     options = v0.CheckpointManagerOptions(step_prefix="ckpt", step_format_fixed_length=6)
-    with v0.CheckpointManager(folder, options=options) as manager:
+    with v0.CheckpointManager(folder, options=options) as orbax_run:
         items = v0.args.Composite(
             params=v0.args.StandardSave(example(has_text=False)),
             notes=v0.args.JsonSave({"lines": [1, "two"]}),
         )
-        manager.save(12, args=items, custom_metadata={"seed": 5})
-        manager.wait_until_finished()
+        orbax_run.save(12, args=items, custom_metadata={"seed": 5})
+        orbax_run.wait_until_finished()
 
 
 def _v1(folder: Path) -> None:
@@ -88,7 +88,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "zarr3-ocdbt-plain": _pytree(use_zarr3=True, use_compression=False),
     "zarr3-folders-zstd": _pytree(use_ocdbt=False, use_zarr3=True),
     "standard": _standard,
-    "manager": _manager,
+    "orbax_run": _orbax_run,
     "v1": _v1,
 }
 

@@ -353,10 +353,10 @@ def test_a_folder_of_orbax_is_listed_shown_compared_and_exported(tmp_path: Path)
     import orbax.checkpoint as ocp
 
     root = tmp_path / "orbax"
-    with ocp.CheckpointManager(root) as manager:
+    with ocp.CheckpointManager(root) as orbax_run:
         for step in (1, 2):
             state = {"w": jnp.full((40,), float(step)), "b": jnp.ones(3)}
-            manager.save(step, args=ocp.args.StandardSave(state))
+            orbax_run.save(step, args=ocp.args.StandardSave(state))
     runner = CliRunner()
 
     def ok(*words: str, code: int = 0) -> str:
