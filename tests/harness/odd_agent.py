@@ -41,7 +41,7 @@ def slow_storage(flag: str, bytes_per_s: float) -> None:
 
         return write_regions(*arguments, read=read_slowly, **options)
 
-    vars(draft)["write_regions"] = write_slowly
+    draft.write_regions = write_slowly
 
 
 def own_slice() -> str:
