@@ -79,7 +79,7 @@ def _orbax_run(folder: Path) -> None:
 
 
 def _v1(folder: Path) -> None:
-    v1.save(folder, example(has_text=True))
+    v1.save(str(folder), example(has_text=True))
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {

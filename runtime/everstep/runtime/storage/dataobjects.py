@@ -183,8 +183,9 @@ class ObjectValues:
                     one.check_length(value.length)
                     stored.append((value, one))
         left = stored
+        found: dict[int, StoredDamage] = {}
         for attempt in range(_READS):
-            found: dict[int, StoredDamage] = {}
+            found = {}
             runs = list(_runs(sorted(left, key=_place), alone=attempt > 0))
             tasks = [self._threads.submit(self._read_run, run, found) for run in runs]
             wait(tasks)
