@@ -175,3 +175,58 @@ checkpoints.close()
 def test_where_there_is_no_step_every_process_says_so(processes: Processes) -> None:
     outputs = processes.run(2, NOTHING)
     assert all("REFUSED" in output for output in outputs)
+
+
+REFUSED = """
+m = mesh(COUNT)
+state = {"a": placed(np.ones((COUNT, 2), np.float32), NamedSharding(m, P("x"))), "odd": 1}
+checkpoints = es.Checkpoints(RUN, deadline_s=100)
+if FIRST:
+    checkpoints.save(0, state).wait()
+begun = time.monotonic()
+try:
+    checkpoints.save(1, {**state, "odd": object()} if RANK == 1 else state).wait()
+except (es.StateRefused, es.CheckpointFailed) as error:
+    print("FAILED", error, flush=True)
+assert time.monotonic() - begun < 60, "the deadline was waited for"
+checkpoints.save(2, state).wait()
+assert checkpoints.steps()[-1] == 2, checkpoints.steps()
+assert 1 not in checkpoints.steps()
+checkpoints.close()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["a later step", "the first step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_refuses_a_step_keeps_nobody_waiting_and_the_next_step_is_saved(
+    processes: Processes, rank: int, *, first: bool
+) -> None:
+    program = REFUSED.replace("RANK == 1", f"RANK == {rank}").replace("FIRST", str(first))
+    outputs = processes.run(2, program)
+    assert "['odd']" in outputs[rank]
+    assert "FAILED step 1 could not be saved" in outputs[1 - rank]
+    assert "['odd']" in outputs[1 - rank]
+
+
+PARTLY = """
+m = mesh(2, 2)
+rows = np.arange(24 * 10, dtype=np.float32).reshape(24, 10)
+state = {
+    "twice": placed(rows, NamedSharding(m, P("x"))),
+    "split": placed(rows, NamedSharding(m, P("y", "x"))),
+}
+with es.Checkpoints(RUN, deadline_s=60) as checkpoints:
+    checkpoints.save(1, state).wait()
+    restored = checkpoints.restore(state)
+for name in state:
+    assert same(restored[name], rows), name
+    assert restored[name].sharding == state[name].sharding
+import json, glob
+(folder,) = glob.glob(RUN + "/step-*")
+written = [json.load(open(f))["bytes_written"] for f in glob.glob(folder + "/everstep.part_*.json")]
+assert sum(written) == 2 * rows.nbytes, written
+"""
+
+
+def test_what_is_held_more_than_once_is_written_once(processes: Processes) -> None:
+    processes.run(4, PARTLY)

@@ -24,7 +24,7 @@ from everstep.runtime.engine.options import Retention, StepMetadata
 from everstep.runtime.engine.parts import FilePart, as_parts, file_part, fingerprint
 from everstep.runtime.engine.restoring import Restoring
 from everstep.runtime.engine.saved import CheckpointFailed, Saved
-from everstep.runtime.engine.saving import CapturedStep, Writer, save_key
+from everstep.runtime.engine.saving import CapturedStep, Writer, refuse_save
 from everstep.runtime.engine.talk import Talk
 from everstep.runtime.errors import ConfigurationError
 from everstep.runtime.restore.options import EVERYTHING, Initialiser, RestoreOptions
@@ -140,10 +140,10 @@ class Checkpoints:
                 return self._save(number, step, state, metadata)
             except BaseException as error:
                 # Every call has its number on every process, so nobody waits for this one.
-                talk = self._opened
-                if talk is not None:
-                    place = "draft" if talk.leads else f"part/{talk.process}"
-                    talk.refuse(f"{save_key(number)}/{place}", error)
+                if self._opened is not None:
+                    refuse_save(self._opened, number, error)
+                if self._writer is not None:
+                    self._writer.put_refused()
                 raise
 
     def _save(

@@ -24,7 +24,14 @@ from everstep.runtime.checkpoint.retention import METADATA, RetentionRule, choos
 from everstep.runtime.clock import Clock
 from everstep.runtime.engine.parts import FilePart, Recorded
 from everstep.runtime.engine.saved import CheckpointFailed, Saved
-from everstep.runtime.engine.shares import CapturedTree, Shares, host_of, packed, unpacked
+from everstep.runtime.engine.shares import (
+    CapturedTree,
+    Shares,
+    host_of,
+    layouts_key,
+    packed,
+    unpacked,
+)
 from everstep.runtime.engine.talk import PeerFailed, Talk
 from everstep.runtime.errors import EverstepError, PeerUnavailable, StateRefused
 from everstep.runtime.layout.manifest import Region, Shard
@@ -56,6 +63,10 @@ class CapturedStep:
         return save_key(self.number)
 
 
+class _Refused:
+    """Stands in the queue for a step that this process refused."""
+
+
 @dataclass(slots=True)
 class _Written:
     """What processes have written of a step, by item."""
@@ -67,6 +78,13 @@ class _Written:
 def save_key(number: int) -> str:
     """Under which the processes speak of a save."""
     return f"save/{number}"
+
+
+def refuse_save(talk: Talk, number: int, why: BaseException) -> None:
+    """Tell the others of a save that this process refuses, wherever they wait for it."""
+    key = save_key(number)
+    talk.refuse(f"{key}/draft" if talk.leads else f"{key}/part/{talk.process}", why)
+    talk.refuse(layouts_key(key, talk.process), why)
 
 
 class Writer:
@@ -85,7 +103,7 @@ class Writer:
     ) -> None:
         self._store, self._ledger, self._talk, self._clock = store, ledger, talk, clock
         self._retention, self._deadline_s, self._log = retention, deadline_s, log
-        self._queue: queue.SimpleQueue[CapturedStep | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CapturedStep | _Refused | None] = queue.SimpleQueue()
         self._shares = Shares(talk)
         self._at: str | None = None
         self._left_drafts: list[str] = []
@@ -111,6 +129,10 @@ class Writer:
             self.unsaid.append(captured.saved)
         self._queue.put(captured)
 
+    def put_refused(self) -> None:
+        """This process has refused a step, in its place among those that were put."""
+        self._queue.put(_Refused())
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until all that was put is decided and cleaned up after; False if it is not."""
         with self._changed:
@@ -130,6 +152,10 @@ class Writer:
 
     def _run(self) -> None:
         while (captured := self._queue.get()) is not None:
+            if isinstance(captured, _Refused):
+                # The others fail this step, and plan the next one anew with all who hold it.
+                self._shares.forget()
+                continue
             failure: CheckpointFailed | None = None
             self._at = None
             try:
@@ -137,6 +163,7 @@ class Writer:
             except Exception as error:  # noqa: BLE001 - told at the next call, and by `wait`.
                 failure = CheckpointFailed(captured.saved.step, error, self._at)
                 failure.__cause__ = error
+                self._shares.forget()
             captured.release()
             captured.saved.settle(failure)
             if self._talk.leads and failure is None:
@@ -210,9 +237,10 @@ class Writer:
     def _write_parts(self, captured: CapturedStep, draft: str, by_s: float) -> _Written:
         written = _Written({}, {})
         process = self._talk.process
+        self._shares.plan(captured.trees, captured.key, by_s)
         for name, item in captured.trees.items():
             self._at = name
-            written.regions[name] = [(process, self._write_tree(draft, name, item, by_s))]
+            written.regions[name] = [(process, self._write_tree(draft, name, item))]
         for name, part in captured.files.items():
             self._at = name
             if part.is_everywhere or self._talk.leads:
@@ -220,8 +248,8 @@ class Writer:
         self._at = None
         return written
 
-    def _write_tree(self, draft: str, name: str, item: CapturedTree, by_s: float) -> Regions:
-        plan = self._shares.plan(name, item, by_s)
+    def _write_tree(self, draft: str, name: str, item: CapturedTree) -> Regions:
+        plan = self._shares.of(name)
         by_leaf: dict[int, list[Shard]] = {}
         for shard in item.plot.shards:
             by_leaf.setdefault(shard.leaf, []).append(shard)

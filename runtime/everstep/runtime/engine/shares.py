@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class CapturedTree:
     plot: Plot
     memory: NDArray[np.uint8]
     layout: int
-    """Counts the layouts that this item has had; equal on all processes."""
+    """Counts the layouts that this item has had."""
 
 
 class Shares:
@@ -37,32 +38,65 @@ class Shares:
         self._talk = talk
         self._plans: dict[str, tuple[int, WritePlan]] = {}
 
-    def plan(self, name: str, item: CapturedTree, by_s: float) -> WritePlan:
-        """Divide the writing of an item.
+    def plan(self, trees: Mapping[str, CapturedTree], key: str, by_s: float) -> None:
+        """Divide the writing of a step's items.
+
+        Args:
+            trees: the items.
+            key: of the save. A process that refuses the save says so there, instead of what it
+                holds.
+            by_s: until when the others are waited for.
 
         Raises:
             StateRefused: another process has another tree.
-            PeerUnavailable: another process has not told by `by_s`; names it.
+            PeerUnavailable: another process refuses, or has not told by `by_s`; names it.
         """
-        known = self._plans.get(name)
-        if known is not None and known[0] == item.layout:
-            return known[1]
+        new = {
+            name: item
+            for name, item in trees.items()
+            if name not in self._plans or self._plans[name][0] != item.layout
+        }
+        if not new:
+            return
         talk = self._talk
-        holdings = [_holding(talk.process, item.tree, item.plot.shards)]
-        key = f"layout/{name}/{item.layout}"
-        fingerprint = item.tree.fingerprint
-        talk.tell(f"{key}/{talk.process}", tree=fingerprint, shards=packed(item.plot.shards))
+        talk.tell(
+            layouts_key(key, talk.process),
+            items={
+                name: [item.tree.fingerprint, packed(item.plot.shards)]
+                for name, item in new.items()
+            },
+        )
+        holdings = {
+            name: [_holding(talk.process, item.tree, item.plot.shards)]
+            for name, item in new.items()
+        }
         for process in talk.others:
-            told = talk.hear(f"{key}/{process}", by_s, f"process {process} has not saved {name}")
-            if told["tree"] != fingerprint:
-                raise StateRefused(
-                    name, f"another tree on process {process}", "the same tree on all processes"
-                )
-            shards = unpacked(str(told["shards"]), tuple[Shard, ...])
-            holdings.append(_holding(process, item.tree, shards))
-        plan = plan_writes(item.tree, sorted(holdings, key=lambda one: one.host))
-        self._plans[name] = item.layout, plan
-        return plan
+            words = f"process {process} has not saved the step"
+            told = talk.hear(layouts_key(key, process), by_s, words)["items"]
+            for name, item in new.items():
+                fingerprint, shards = told.get(name, (None, ""))
+                if fingerprint != item.tree.fingerprint:
+                    raise StateRefused(
+                        name, f"another tree on process {process}", "the same on all processes"
+                    )
+                held: tuple[Shard, ...] = unpacked(str(shards), tuple[Shard, ...])
+                holdings[name].append(_holding(process, item.tree, held))
+        for name, item in new.items():
+            found = sorted(holdings[name], key=lambda one: one.host)
+            self._plans[name] = item.layout, plan_writes(item.tree, found)
+
+    def of(self, name: str) -> WritePlan:
+        """Who writes what of an item that was planned."""
+        return self._plans[name][1]
+
+    def forget(self) -> None:
+        """After a step that failed, on all processes: the next one is planned anew by all."""
+        self._plans.clear()
+
+
+def layouts_key(save: str, process: int) -> str:
+    """Under which a process says what it holds, where that is new."""
+    return f"{save}/layouts/{process}"
 
 
 def host_of(process: int) -> HostId:
