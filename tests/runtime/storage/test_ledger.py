@@ -19,12 +19,15 @@ from everstep.runtime.errors import (
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import FOLDER, RunLedger, entry_path
 from everstep.runtime.storage.memory import MemoryStore
+from everstep.runtime.storage.open import open_store
 from everstep.runtime.storage.posix import PosixStore
 from everstep.runtime.storage.store import Store
 
 
-@pytest.fixture(params=["posix", "memory"])
+@pytest.fixture(params=["posix", "memory", "gcs"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "gcs":
+        return open_store(request.getfixturevalue("bucket_environment"))
     return PosixStore(str(tmp_path)) if request.param == "posix" else MemoryStore()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +14,46 @@ from everstep.runtime.errors import InvariantViolated, StorageRefused
 from everstep.runtime.storage.memory import MemoryStore
 from everstep.runtime.storage.open import open_store
 from everstep.runtime.storage.store import StorageMissing, Store
+from object_fixtures import quick_store, use
+from object_server import ObjectServer
+from unkind_proxy import Answer, Asked, Cut, Delay, Fault, UnkindProxy
 
 
-@pytest.fixture(params=["posix", "posix-not-made-yet", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def mildly_unkind(asked: Asked) -> Fault | None:
+    """What any network does now and then; nobody should notice."""
+    if asked.tries:
+        return None
+    faults: dict[int, Fault] = {
+        1: Answer(503),
+        3: Cut(),
+        5: Answer(429, retry_after="0"),
+        7: Cut(is_done_first=True),
+        9: Answer(503, is_done_first=True),
+        11: Delay(0.05),
+    }
+    return faults.get(asked.number % 12)
+
+
+@pytest.fixture(params=["posix", "posix-not-made-yet", "memory", "gcs", "gcs-behind-a-proxy"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Generator[Store]:
+    if request.param.startswith("gcs"):
+        uri: str = request.getfixturevalue("bucket_environment")
+        if request.param == "gcs":
+            yield open_store(uri)
+            return
+        server: ObjectServer = request.getfixturevalue("object_server")
+        with UnkindProxy(server.url, mildly_unkind) as proxy:
+            use(proxy.url, monkeypatch)
+            yield quick_store(uri)
+        return
     makers: dict[str, Callable[[], Store]] = {
         "posix": lambda: open_store(str(tmp_path)),
         "posix-not-made-yet": lambda: open_store(f"file://{tmp_path}/a/b"),
         "memory": MemoryStore,
     }
-    return makers[request.param]()
+    yield makers[request.param]()
 
 
 def test_what_was_written_is_read(store: Store) -> None:
