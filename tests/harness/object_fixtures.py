@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Mapping
-from typing import Any
 
 import pytest
 
@@ -41,10 +40,16 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
 
 
-def quick_store(uri: str, **options: Any) -> BucketStore:
+def quick_store(
+    uri: str,
+    *,
+    patience: Mapping[Trouble, Patience] = QUICK,
+    timeout_s: tuple[float, float] = (2.0, 2.0),
+    page_size: int = 1000,
+) -> BucketStore:
     """The store of a run in the bucket, that gives up soon."""
     from everstep.runtime.storage.gcs import GcsBucket
 
+    bucket = GcsBucket(BUCKET, patience=patience, timeout_s=timeout_s, page_size=page_size)
     path = uri.removeprefix(f"gs://{BUCKET}/")
-    given = {"patience": QUICK, "timeout_s": (2.0, 2.0), **options}
-    return BucketStore(GcsBucket(BUCKET, **given), path, driver="gcs", bucket=BUCKET)
+    return BucketStore(bucket, path, driver="gcs", bucket=BUCKET)
