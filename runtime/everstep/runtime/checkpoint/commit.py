@@ -222,6 +222,10 @@ def commit_items(
     _write_together(store, draft, {**written, files.MANIFEST: manifest})
     store.settle(draft)
     # For Orbax's readers; ours look at the ledger only.
+    if store.location(draft).objects is not None:
+        # In a bucket, where nothing is renamed, Orbax asks each item for one of its own.
+        for name in items:
+            store.write_durable(f"{draft}/{name}/{orbax.MARKER}", MARKER_TEXT)
     store.write_durable(f"{draft}/{orbax.MARKER}", MARKER_TEXT)
     return ledger.append_commit(
         step=step,
