@@ -18,7 +18,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-NAMES = ("snapshot", "recovery", "notice", "memory", "reduction", "checkpoint")
+NAMES = ("snapshot", "recovery", "notice", "memory", "reduction", "checkpoint", "checkpoint_gcs")
 """In the order in which `all` runs them; one without a module is left out."""
 
 

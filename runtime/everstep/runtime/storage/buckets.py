@@ -10,7 +10,7 @@ from everstep.runtime.errors import StorageRefused, StorageUnavailable
 from everstep.runtime.storage.objects import Objects
 from everstep.runtime.storage.store import Location, StorageMissing, checked
 
-_DELETING = 16
+_DELETING = 8
 _ROUNDS = 3
 
 

@@ -15,8 +15,8 @@ FIELD = "spec.checkpoint.uri"
 _EXPECTED = "an absolute path, file:///absolute/path, or gs://bucket/path"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _LACKING = {
-    "s3": "there, no client among Everstep's dependencies creates an object only if it does not "
-    "exist and shows the checksum that was stored, and on that every commit rests",
+    "s3": "no client for s3:// among Everstep's dependencies both creates an object only if it "
+    "does not exist and shows the checksum that was stored, and a commit rests on both",
 }
 
 
