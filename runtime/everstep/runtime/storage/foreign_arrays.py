@@ -131,7 +131,7 @@ class ForeignArrays:
         }
 
     def _spec(self, name: str) -> dict[str, Any]:
-        base = {"driver": self._location.driver, "path": self._location.path}
+        base = self._location.as_base()
         if self._is_ocdbt:
             kvstore: dict[str, Any] = {
                 "driver": "ocdbt",
