@@ -62,3 +62,14 @@ def assert_same(restored: Any) -> None:
     for one, other in pairs:
         assert one.dtype == other.dtype
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_run_of_orbax_in_a_bucket_is_read_and_gone_on_with(uri: str) -> None:
+    with v0.CheckpointManager(uri) as manager:
+        manager.save(3, args=v0.args.StandardSave(STATE))
+        manager.wait_until_finished()
+    with es.Checkpoints(uri) as checkpoints:
+        assert checkpoints.steps() == (3,)
+        assert_same(checkpoints.restore(STATE))
+        checkpoints.save(4, STATE).wait()
+        assert checkpoints.steps() == (3, 4)
