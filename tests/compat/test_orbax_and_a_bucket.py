@@ -65,9 +65,9 @@ def assert_same(restored: Any) -> None:
 
 
 def test_a_run_of_orbax_in_a_bucket_is_read_and_gone_on_with(uri: str) -> None:
-    with v0.CheckpointManager(uri) as manager:
-        manager.save(3, args=v0.args.StandardSave(STATE))
-        manager.wait_until_finished()
+    with v0.CheckpointManager(uri) as orbax_run:
+        orbax_run.save(3, args=v0.args.StandardSave(STATE))
+        orbax_run.wait_until_finished()
     with es.Checkpoints(uri) as checkpoints:
         assert checkpoints.steps() == (3,)
         assert_same(checkpoints.restore(STATE))
