@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -60,26 +59,9 @@ def settings_of(folder: Path, **changes: object) -> Settings:
     return msgspec.structs.replace(base, **changes)
 
 
-_reserved: dict[int, socket.socket] = {}
-
-
 def free_number(name: str) -> int:
-    """A number whose addresses nobody uses now: other rigs, and jobs, may run beside this one.
-
-    It stays reserved until the rig is closed: a socket beside the agents' port says so to others.
-    """
-    tried: list[int] = []
-    while True:
-        number = choose_number(f"{name}-{os.getpid()}", tried, port=PORT)
-        tried.append(number)
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            held.bind((f"127.{64 + number}.1.1", PORT - 1))
-        except OSError:
-            held.close()
-            continue
-        _reserved[number] = held
-        return number
+    """A number whose addresses nobody uses now, and that no job is given for a long time."""
+    return choose_number(f"{name}-{os.getpid()}", (), port=PORT)
 
 
 @dataclass
@@ -291,11 +273,6 @@ class Rig:
         assert not left, [process.cmdline() for process in left]
 
     def close(self) -> None:
-        self._end_all()
-        if (held := _reserved.pop(self.number, None)) is not None:
-            held.close()
-
-    def _end_all(self) -> None:
         for process in self.started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGCONT)

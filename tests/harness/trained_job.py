@@ -31,7 +31,7 @@ from everstep.controller.local.folder import StateFolder
 from everstep.controller.local.guard import controller_pid, signal_controller
 from everstep.controller.ops.clock import SystemClock
 from everstep.runtime.agent.control import ControlBlock
-from everstep.runtime.agent.link import Word, WorkerPhase
+from everstep.runtime.agent.link import WORKER_NAME, Word, WorkerPhase
 from everstep.runtime.agent.process import children_of
 from everstep.runtime.checkpoint.discover import list_commits
 from everstep.runtime.storage.open import open_store
@@ -211,9 +211,11 @@ class TrainedJob:
         return max(services, default=None)
 
     def worker(self, host: HostId) -> int | None:
+        """The process that trains. Beside it a spare may wait, which shares words too."""
         program = [pid for pid in self._below(host) if _runs(pid, PROGRAM)]
         forked = [pid for parent in program for pid in children_of(parent)]
-        found = [pid for pid in (*forked, *program) if _control_of(pid) is not None]
+        named = [pid for pid in forked if _name_of(pid) == WORKER_NAME]
+        found = [pid for pid in (*named, *program) if _control_of(pid) is not None]
         return found[0] if found else None
 
     def _below(self, host: HostId) -> Sequence[int]:
@@ -530,6 +532,13 @@ def _freeze_at(pid: int, words: ControlBlock, stage: At, until_s: float) -> bool
         return True
     _send(pid, signal.SIGCONT)
     return False
+
+
+def _name_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
+    except OSError:
+        return None
 
 
 def _state_of(pid: int) -> str:

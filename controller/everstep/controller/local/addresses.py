@@ -1,11 +1,23 @@
-"""Addresses of hosts: every host has its own in 127.0.0.0/8, so ports need not differ."""
+"""Addresses of hosts: every host has its own in 127.0.0.0/8, so ports need not differ.
+
+A job has a number, and that gives the network of its hosts. Jobs of other state folders of this
+machine cannot be seen, and those that were just chosen for hold no port yet. So the numbers that
+this user's programs chose are kept on one page for the whole machine, and the one that was chosen
+the longest ago is next.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import socket
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
 
 from everstep.controller.api.ids import HostId
 
@@ -19,28 +31,83 @@ def host_address(number: int, host: HostId) -> str:
     return f"127.{64 + number % NUMBER_COUNT}.{host.slice + 1}.{host.host + 1}"
 
 
-def choose_number(uid: str, taken: Collection[int], *, port: int) -> int:
+def choose_number(uid: str, taken: Collection[int], *, port: int, page: Path | None = None) -> int:
     """Choose a number whose addresses nobody uses.
 
-    Numbers are spread by the uid, because jobs of other state folders of this machine cannot be
-    seen; a bind shows whether one of them is there.
+    Two that choose at the same moment get two numbers, and a number comes again after all others.
+    Where the page cannot be kept, numbers are spread by the uid, and a bind shows whether somebody
+    is there already.
 
     Args:
         uid: of the new job.
         taken: numbers of the other jobs of this folder.
         port: of the agents.
+        page: of the numbers that were chosen on this machine; None for the user's own.
+
+    Blocking: for as long as another one chooses: milliseconds.
+    """
+    with _chosen_before(page or _page_of_user()) as chosen:
+        candidates = order_candidates(uid, taken, chosen)
+        free = (number for number in candidates if _is_free(number, port))
+        # More jobs than numbers: the agents find out whose port is in use, and say so.
+        number = next(free, candidates[0])
+        if number in chosen:
+            chosen.remove(number)
+        chosen.append(number)
+    return number
+
+
+def order_candidates(uid: str, taken: Collection[int], chosen: Sequence[int]) -> list[int]:
+    """Order the numbers to try: never chosen, chosen long ago, chosen just now.
+
+    Args:
+        uid: of the new job, which spreads those that were never chosen.
+        taken: numbers not to try, unless all are.
+        chosen: numbers that were chosen before, the newest last.
     """
     first = zlib.crc32(uid.encode()) % NUMBER_COUNT
-    candidates = [(first + i) % NUMBER_COUNT for i in range(NUMBER_COUNT)]
-    free = [number for number in candidates if number not in taken]
-    for number in free:
-        if all(_is_free(f"127.{64 + number}.{slice_ + 1}.1", port) for slice_ in range(4)):
-            return number
-    # More jobs than numbers: the agents find out whose port is in use, and say so.
-    return (free or candidates)[0]
+    numbers = [(first + i) % NUMBER_COUNT for i in range(NUMBER_COUNT)]
+    age: Mapping[int, int] = {number: place for place, number in enumerate(chosen)}
+    numbers.sort(key=lambda number: age.get(number, -1))
+    return [number for number in numbers if number not in taken] or numbers
 
 
-def _is_free(address: str, port: int) -> bool:
+def _page_of_user() -> Path:
+    # Not where TMPDIR says: the addresses are the whole machine's.
+    return Path(f"/tmp/everstep-{os.getuid()}/numbers.json")
+
+
+@contextmanager
+def _chosen_before(page: Path) -> Generator[list[int]]:
+    """Give the numbers chosen so far, for nobody else to change until the block is left."""
+    try:
+        page.parent.mkdir(mode=0o700, exist_ok=True)
+        if page.parent.lstat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "belongs to another user", str(page.parent))
+        fd = os.open(page, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        # Without a page there is still the probe of each address.
+        yield []
+        return
+    with open(fd, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            chosen = msgspec.json.decode(file.read(), type=list[int])
+        except msgspec.DecodeError:
+            # New, or torn by a kill: nothing depends on it but how likely a collision is.
+            chosen = []
+        yield chosen
+        file.seek(0)
+        file.truncate()
+        file.write(msgspec.json.encode(chosen))
+
+
+def _is_free(number: int, port: int) -> bool:
+    hosts = (f"127.{64 + number}.{slice_ + 1}.1" for slice_ in range(4))
+    return all(_can_bind(host, port) for host in hosts)
+
+
+def _can_bind(address: str, port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
