@@ -27,6 +27,7 @@ from everstep.controller.api.wire import HostPhase, Report
 from everstep.controller.cli.demo.run import Run
 from everstep.controller.core.model import NoticeClass
 from everstep.controller.local import capacity, identity
+from everstep.controller.local.addresses import host_address
 from everstep.controller.local.folder import StateFolder
 from everstep.controller.local.guard import controller_pid, signal_controller
 from everstep.controller.ops.clock import SystemClock
@@ -418,14 +419,14 @@ class TrainedJob:
 
     def assert_nothing_left(self) -> None:
         """No process, no listener, no socket file, no shared-memory file of ours."""
-        reports = [self.report(host) for host in self.all_hosts]
+        record = msgspec.json.decode(self.state.job(NAME).record.read_bytes())
         # All hosts of a job share the first two numbers of their addresses.
-        networks = {".".join(r.address.split(".")[:2]) + "." for r in reports if r is not None}
-        assert networks, "no host has reported"
+        number: int = record["metadata"]["number"]
+        network = host_address(number, self.all_hosts[0]).rsplit(".", 2)[0] + "."
         wait_for(lambda: not self.processes(), what="every process of the job to be gone")
         self.run.verb("stop", "--all")
         assert controller_pid(self.state) is None
-        assert not [one for one in _listeners() if one.startswith(tuple(networks))]
+        assert not [one for one in _listeners() if one.startswith(network)]
         assert not [path for path in self.folder.rglob("*") if path.is_socket()]
         assert not [name for name in os.listdir("/dev/shm") if "everstep" in name]
 
