@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from everstep.runtime.layout.boxes import Box, whole
 from everstep.runtime.restore import exchange as exchange_module
 from everstep.runtime.restore.handover import Header, Kind, Wire
 from everstep.runtime.restore.reshard import SourceKind
-from exchanging import KEY, CountedArrays, Everybody, Rig
+from exchanging import KEY, Board, CountedArrays, Everybody, Rig
 
 SHAPE = (64, 48)
 
@@ -119,6 +120,21 @@ def test_a_process_that_never_comes_is_named_and_its_share_is_read_by_the_others
         assert any("process 2" in words for words in result.tally.rejected)
 
 
+class WithoutPatience(Board):
+    """A meeting that gives up on a process before anything else does."""
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return super().get(key, timeout_s / 10)
+
+
+def test_a_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exchanging.Board", WithoutPatience)
+    rig = Rig(stored((16, 48)), [columns(2)], 2, deadline_s=10.0)
+    result = rig.restore(0)
+    rig.check({0: result})
+    assert any("process 1 did not say where it is" in words for words in result.tally.rejected)
+
+
 def test_a_process_that_restores_something_else_is_left_out_at_once() -> None:
     rig = Rig(stored((16, 48)), [columns(3)], 3, deadline_s=30.0)
     other = Rig(rig.stored, [replicated(3)], 3, deadline_s=30.0)
@@ -162,14 +178,29 @@ def test_a_damaged_chunk_is_damaged_for_all_who_need_it() -> None:
 
 # One who speaks the protocol, and misbehaves.
 
+Told = dict[str, Any]
+"""What process 0 tells the others: where it is, and what lets them in."""
+
 
 class Impostor:
     """Process 1 of two, which gives whatever a test says."""
 
-    def __init__(self, rig: Rig, behave: Callable[[Wire, Rig], None]) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        behave: Callable[[Wire, Rig], None],
+        before: Callable[[Told], None] = lambda _: None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            rig: with process 0, which restores.
+            behave: what process 1 does once it has come to process 0 and said who it is.
+            before: what is done at the door of process 0 before that.
+        """
         self.rig = rig
         self._server = socket.create_server(("127.0.0.1", 0))
-        self._behave = behave
+        self._behave, self._before = behave, before
         self._sockets: list[socket.socket] = [self._server]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -178,18 +209,22 @@ class Impostor:
         told = json.loads(self.rig.board.get(f"{KEY}/0", 10))
         own = {**told, "port": self._server.getsockname()[1]}
         self.rig.board.put(f"{KEY}/1", json.dumps(own))
+        self._before(told)
         connection = socket.create_connection((told["address"], told["port"]))
         self._sockets.append(connection)
         wire = Wire(connection, "process 0", 10.0, SystemClock())
-        wire.introduce(1, told["token"], told["agreement"])
         try:
+            wire.introduce(1, told["token"], told["agreement"])
             self._behave(wire, self.rig)
         except PeerUnavailable:
             return
 
     def close(self) -> None:
+        """End, after all that it was told to do."""
+        self._thread.join(30)
         for one in self._sockets:
             one.close()
+        assert not self._thread.is_alive()
 
 
 def _says_nothing(wire: Wire, rig: Rig) -> None:
@@ -298,22 +333,35 @@ def test_what_a_giver_could_not_read_is_read_without_blaming_it(stack: ExitStack
     rig.check({0: result})
 
 
+def _gives_its_share(wire: Wire, rig: Rig) -> None:
+    for chunk in _its(rig):
+        wire.give(chunk, 0, rig.stored.arrays[0][chunk * 16 : chunk * 16 + 16, :24])
+    wire.tell(Header(Kind.DONE))
+
+
 def test_a_stranger_gets_nothing_in(stack: ExitStack) -> None:
-    rig = Rig(stored((16, 48)), [columns(2)], 2, deadline_s=1.0)
+    # It says that it is process 1 before that one comes, and gives what process 0 waits for.
+    rig = Rig(stored((16, 48)), [columns(2)], 2)
     was_refused: list[bool] = []
 
-    def knock(wire: Wire, rig_: Rig) -> None:
-        wire.close()
-        told = json.loads(rig_.board.get(f"{KEY}/0", 10))
+    def knock(told: Told) -> None:
         with socket.create_connection((told["address"], told["port"])) as stranger:
-            stranger.settimeout(5)
-            other = Wire(stranger, "door", 5.0, SystemClock())
-            other.introduce(1, "a guess", told["agreement"])
-            was_refused.append(stranger.recv(1) == b"")
+            wire = Wire(stranger, "the door", 20.0, SystemClock())
+            try:
+                wire.introduce(1, "a guess", told["agreement"])
+                for chunk in _its(rig):
+                    wire.give(chunk, 0, np.full((16, 24), -1, np.float32))
+                wire.tell(Header(Kind.DONE))
+                was_refused.append(stranger.recv(1) == b"")
+            except (PeerUnavailable, ConnectionError):
+                was_refused.append(True)
 
-    stack.callback(Impostor(rig, knock).close)
-    rig.check({0: rig.restore(0)})
+    stack.callback(Impostor(rig, _gives_its_share, before=knock).close)
+    result = rig.restore(0)
+    rig.check({0: result})
+    # Process 1 comes after the knock, and what it gave is here: so the knock is over.
     assert was_refused == [True]
+    assert not result.tally.rejected
 
 
 def test_a_taker_that_does_not_take_holds_nobody_up_for_longer_than_the_deadline(

@@ -220,9 +220,11 @@ class Exchange:
             self._lose(process, str(error))
 
     def _told(self, process: int) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(
-            self._meeting.get(f"{self._key}/{process}", self._deadline_s)
-        )
+        try:
+            text = self._meeting.get(f"{self._key}/{process}", self._deadline_s)
+        except PeerUnavailable as error:
+            raise PeerUnavailable(f"process {process} did not say where it is: {error}") from error
+        told: dict[str, Any] = json.loads(text)
         if told.get("agreement") != self._agreement:
             raise PeerUnavailable(f"process {process} takes no part in the exchange")
         return told
