@@ -13,9 +13,9 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 NAME ?= all
 
-# Programs started from here behave the same on every machine.
+# Programs started from here behave the same on every machine, and compile what they import once.
 export PYTHONNOUSERSITE := 1
-unexport PYTHONPATH PYTHONHOME
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 # What the installed environment depends on. A change to any of these makes another stamp.
 DEMO_INPUTS := requirements/demo.txt pyproject.toml runtime/everstep/runtime/_version.py
