@@ -8,9 +8,9 @@ sets one. From the main thread only; elsewhere Python allows no handlers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -34,6 +34,8 @@ class ProgramSignals:
         self._ours = self._receive
         self._programs: dict[int, Handler | None] = {}
         self._found: dict[int, object] = {}
+        self._ending: BaseException | None = None
+        """What ours raised: nothing of the program keeps it from ending the training."""
 
     def open(self, programs: Mapping[signal.Signals, object] | None = None) -> None:
         """Take the place of the present handlers and keep them as the program's.
@@ -89,9 +91,31 @@ class ProgramSignals:
         try:
             if self._hear is not None:
                 self._hear(number)
+        except BaseException as error:
+            self._ending = error
+            raise
         finally:
             if programs is not None:
-                _call(programs, number, frame)
+                self._call(programs, number, frame)
+
+    def _call(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call the program's handler.
+
+        Another signal may come while it runs. What ours raises then comes up through the program's
+        handler, and must not be taken for something that the program raised.
+        """
+        before = self._ending
+        try:
+            handler(number, frame)
+        except BaseException as error:  # noqa: BLE001 - of the user's code, and it must not end the step.
+            if error is not self._ending:
+                _say(
+                    f"the program's handler of {signal.Signals(number).name} raised "
+                    f"{type(error).__name__}: {error}; the step that is under way is finished all "
+                    "the same"
+                )
+        if self._ending is not None and self._ending is not before:
+            raise self._ending
 
 
 _opened: ProgramSignals | None = None
@@ -134,12 +158,7 @@ def _of_program(present: object) -> Handler | None:
     return handler
 
 
-def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
-    try:
-        handler(number, frame)
-    except BaseException as error:  # noqa: BLE001 - of the user's code, and it must not end the step.
-        name = signal.Signals(number).name
-        sys.stderr.write(
-            f"everstep: the program's handler of {name} raised {type(error).__name__}: {error}; "
-            "the step that is under way is finished all the same\n"
-        )
+def _say(words: str) -> None:
+    """Write a line past `sys.stderr`, which refuses whoever interrupts one of its own writes."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"everstep: {words}\n".encode(errors="replace"))
