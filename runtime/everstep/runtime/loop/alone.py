@@ -16,7 +16,7 @@ from everstep.runtime.agent.control import ControlBlock, create_control_file
 from everstep.runtime.agent.link import EXIT_CODES, EndKind, HoldKind, Word
 from everstep.runtime.agent.signals import ProgramSignals
 from everstep.runtime.clock import SystemClock
-from everstep.runtime.errors import ConfigurationError, EverstepError
+from everstep.runtime.errors import ConfigurationError, EverstepError, Fenced
 from everstep.runtime.loop.compiled import keep_compiled
 from everstep.runtime.loop.ending import judge, line_of
 from everstep.runtime.loop.folder import CheckpointFailed, FolderKeeper
@@ -70,6 +70,8 @@ def _conclude(error: BaseException | None, run: Run | None, received: int | None
         isinstance(error, EverstepError) and run is None
     ):
         sys.stderr.write(f"everstep: {line_of(error)}\n")
+        if isinstance(error.__cause__, Fenced):
+            return EXIT_CODES[EndKind.FENCED]
         return EXIT_CODES[EndKind.STATE_REFUSED] if run is not None else 1
     verdict = judge(error, step=step, is_finished=is_finished, is_alone=True)
     if received is not None and verdict.kind in (EndKind.LEFT, EndKind.DONE):
@@ -92,10 +94,11 @@ class _Asked:
         self.number: int | None = None
 
     def hear(self, number: int) -> None:
+        # In one line: the second may come while the first is being heard.
+        is_first, self.number = self.number is None, number
         done = self._control.read(Word.STEP_DONE)
-        if self.number is not None or done < 0:
+        if not is_first or done < 0:
             # Asked twice, or there is no state yet that could be held.
             raise SystemExit(128 + number)
-        self.number = number
         self._control.write(Word.HOLD_KIND, HoldKind.LEAVE)
         self._control.write(Word.HOLD_AFTER, done + 1)

@@ -16,8 +16,9 @@ from everstep.runtime.engine.checkpoints import Checkpoints
 from everstep.runtime.engine.placement import with_shardings
 from everstep.runtime.engine.saved import CheckpointFailed
 from everstep.runtime.engine.state import flatten, reflatten
-from everstep.runtime.errors import InvariantViolated
+from everstep.runtime.errors import Fenced, InvariantViolated, Retryable, StorageRefused
 from everstep.runtime.layout.flat import FlatState
+from everstep.runtime.loop.ending import Leave
 from everstep.runtime.loop.keeper import Facts
 from everstep.runtime.loop.linked import RESTORE_BYTES_IN_FLIGHT
 
@@ -77,13 +78,20 @@ class FolderKeeper:
         """See `Keeper.capture`. Waits while two earlier steps are still being written.
 
         Nothing is skipped: a checkpoint that is due is the only copy that there will be.
+
+        Raises:
+            CheckpointFailed: this step cannot be saved, or an earlier one could not.
         """
         del is_required
         if self._before is None:
             raise InvariantViolated("a state was captured before run.restore")
         # A training's tree does not change; the engine itself would take another one.
         reflatten(state, self._before)
-        self._checkpoints.save(step, state)
+        try:
+            self._checkpoints.save(step, state)
+        except (Fenced, Retryable, StorageRefused) as error:
+            # Found out right now, and not by the writing thread: it is the same to whoever trains.
+            raise CheckpointFailed(step, error) from error
         return True
 
     def note_first_step(self, step: Step) -> None:
@@ -96,11 +104,14 @@ class FolderKeeper:
         """Wait until what was captured is durable.
 
         Raises:
-            CheckpointFailed: a step could not be written, and `train` had not been told yet.
+            CheckpointFailed: a step could not be written, and `train` had not been told yet. When
+                `train` is being ended by an error already, it is said beside that one.
         """
-        is_failing = sys.exc_info()[1] is not None
+        ending = sys.exc_info()[1]
         try:
             self._checkpoints.close()
-        except CheckpointFailed:
-            if not is_failing:
+        except CheckpointFailed as failed:
+            if ending is None or isinstance(ending, Leave):
                 raise
+            if failed is not ending:
+                sys.stderr.write(f"everstep: {failed}\n")
