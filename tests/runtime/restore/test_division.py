@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from everstep.runtime.layout.boxes import Box, whole
 from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
-from everstep.runtime.restore.division import Division, divide_reads, parts_of
+from everstep.runtime.restore.division import Division, divide_reads, parts_of, split_held
 from everstep.runtime.restore.places import part_of
 from everstep.runtime.storage.chunks import cells
 
@@ -186,3 +187,30 @@ def test_who_reads_much_alone_reads_less_of_what_all_need() -> None:
     ours = Region(1, whole((128, 8)))
     division = divide_reads({0: [Region(0, whole((64, 8))), ours], 1: [ours]}, chunks, tree)
     assert division.loads == {0: 96 * 8 * 4, 1: 96 * 8 * 4}
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts(), st.randoms(use_true_random=False))
+def test_what_a_disk_holds_and_what_it_lacks_make_up_the_whole_and_overlap_nowhere(
+    layout: tuple[TreeSpec, dict[int, tuple[int, ...]], Needs], dice: random.Random
+) -> None:
+    tree, _, needs = layout
+    for index, leaf in enumerate(tree.leaves):
+        boxes = [r.box for regions in needs.values() for r in regions if r.leaf == index]
+        held = dice.sample(boxes, dice.randint(0, len(boxes)))
+        on_disk = np.zeros(leaf.shape, int)
+        for box in held:
+            part_of(on_disk, box, whole(leaf.shape))[...] = 1
+        wanted = next(([r.box for r in n if r.leaf == index] for n in needs.values()), [])
+        had, lacking = split_held(wanted, held)
+        for parts, expected in ((had, 1), (lacking, 0)):
+            for part in parts:
+                found = part_of(on_disk, part, whole(leaf.shape))
+                assert (found == expected).all()
+                assert any(box.contains(part) for box in wanted)
+        counts = np.zeros(leaf.shape, int)
+        for part in (*had, *lacking):
+            part_of(counts, part, whole(leaf.shape))[...] += 1
+        for box in wanted:
+            part_of(counts, box, whole(leaf.shape))[...] -= 1
+        assert not counts.any()

@@ -203,10 +203,12 @@ class RestoreFigures(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     step: Step
     source: str
-    """`fresh`, `memory`, `storage` or `mixed`."""
+    """`fresh`, `memory`, `local`, `storage` or `mixed`."""
     own_bytes: int = 0
     peer_bytes: int = 0
     storage_bytes: int = 0
+    local_bytes: int = 0
+    """From disks of hosts."""
     rejected: tuple[str, ...] = ()
     """Sources that failed their checksum or could not be read, in words."""
     join_s: float = 0.0

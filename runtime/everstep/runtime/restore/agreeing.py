@@ -13,7 +13,7 @@ from everstep.runtime.errors import CheckpointInvalid, Retryable
 from everstep.runtime.layout.boxes import Box
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
-from everstep.runtime.restore.division import divide_reads
+from everstep.runtime.restore.division import Held, divide_reads, split_held
 from everstep.runtime.restore.exchange import Exchange
 from everstep.runtime.restore.handover import TOKEN_BYTES
 from everstep.runtime.restore.passing import Stage
@@ -34,6 +34,7 @@ def begin_exchange(
     storage: RegionSource,
     saved: TreeSpec,
     step: str,
+    held: Mapping[int, Held] | None = None,
 ) -> bool:
     """Divide the reads, and begin to exchange.
 
@@ -44,16 +45,19 @@ def begin_exchange(
         storage: what is read.
         saved: the tree that was saved.
         step: that is restored, in words.
+        held: by process, what it reads from its own disk: nobody reads that for it.
 
     Returns:
         Whether anything is exchanged.
     """
+    held = held or {}
     digest = hashlib.sha256(f"{step} {saved.fingerprint}".encode())
+    digest.update(msgspec.msgpack.encode([(p, sorted(held[p].items())) for p in sorted(held)]))
     made: list[Stage] = []
     try:
         for wants in stages:
             chunks = {one.leaf: storage.chunk_of(one.leaf) for one in wants}
-            needs = _needs(wants, exchange.process_count)
+            needs = _needs(wants, exchange.process_count, held)
             digest.update(msgspec.msgpack.encode((sorted(chunks.items()), _listed(wants))))
             made.append(Stage(needs=needs, division=divide_reads(needs, chunks, saved)))
     except (CheckpointInvalid, Retryable):
@@ -62,7 +66,9 @@ def begin_exchange(
     return exchange.begin(digest.hexdigest()[:TOKEN_BYTES], made)
 
 
-def _needs(wants: Sequence[Wants], process_count: int) -> dict[int, list[Region]]:
+def _needs(
+    wants: Sequence[Wants], process_count: int, held: Mapping[int, Held]
+) -> dict[int, list[Region]]:
     """Disjoint regions by process, those of a leaf in the order in which they are read."""
     needs: dict[int, list[Region]] = {process: [] for process in range(process_count)}
     disjoint: dict[tuple[Box, ...], list[Box]] = {}
@@ -71,7 +77,9 @@ def _needs(wants: Sequence[Wants], process_count: int) -> dict[int, list[Region]
             if boxes not in disjoint:
                 pieces, _ = split_overlaps([Region(0, box) for box in boxes])
                 disjoint[boxes] = sorted(piece.region.box for piece in pieces)
-            needs[process] += [Region(leaf, box) for box in disjoint[boxes]]
+            own = held.get(process, {}).get(leaf, ())
+            lacking = split_held(disjoint[boxes], own)[1] if own else disjoint[boxes]
+            needs[process] += [Region(leaf, box) for box in lacking]
     return needs
 
 

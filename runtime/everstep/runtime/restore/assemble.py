@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +20,16 @@ from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.scalars import Scalar, inline_values
-from everstep.runtime.layout.tree import Leaf, LeafKind, TreeSpec
+from everstep.runtime.layout.tree import Leaf, LeafKind
 from everstep.runtime.restore.agreeing import Wants, begin_exchange
+from everstep.runtime.restore.division import Held
 from everstep.runtime.restore.exchange import Exchange
-from everstep.runtime.restore.opened import OpenedSources, RestoreOrder
+from everstep.runtime.restore.opened import OpenedSources, RestoreOrder, held_of
 from everstep.runtime.restore.options import EVERYTHING, RestoreOptions, needs_value
 from everstep.runtime.restore.outcome import Target
-from everstep.runtime.restore.refill import Begin, Sources, Tally, fill
+from everstep.runtime.restore.refill import Tally, fill
 from everstep.runtime.restore.reshard import SourceKind
+from everstep.runtime.restore.sources import LocalDisk
 from everstep.runtime.restore.wanted import (
     Wanted,
     default_sharding,
@@ -37,6 +40,19 @@ from everstep.runtime.restore.wanted import (
 
 ALIGN_BYTES = 64
 """jax takes a numpy array on a CPU device as it is when it starts at a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """What hosts' own disks hold of the content of a stored step."""
+
+    disks: Sequence[LocalDisk] = ()
+    """Those in this process's reach."""
+    held: Mapping[int, Held] = field(default_factory=dict[int, Held])
+    """Of an exchange, by process: what it was told that each has. This one's is `held_of`."""
+
+
+NOTHING_LOCAL = Local()
 
 
 class RestoredState(NamedTuple):
@@ -56,6 +72,7 @@ def restore_state(
     memory_bytes: int,
     options: RestoreOptions = EVERYTHING,
     exchange: Exchange | None = None,
+    local: Local = NOTHING_LOCAL,
 ) -> RestoredState:
     """Restore the assignment's step onto the shardings of `like`.
 
@@ -70,6 +87,7 @@ def restore_state(
         options: what may differ between what was saved and what is wanted.
         exchange: with the other processes that restore the same; fresh. It is used when all is
             read from storage, and `close` is its owner's.
+        local: what disks of hosts hold of the stored step.
 
     Returns:
         The state, with the saved values of Python scalars; the figures; the step's `extra`.
@@ -87,7 +105,7 @@ def restore_state(
     if step is None:
         raise CheckpointInvalid("restore", "the step", "a step", "none: start fresh")
     tally = Tally()
-    opened = OpenedSources(assignment, own_slots, tally)
+    opened = OpenedSources(assignment, own_slots, tally, local.disks)
     saved, extra = opened.describe(like.tree)
     matches = options.match(saved, like.tree)
     wanted = plan_wanted(like, shardings, matches, is_shared=exchange is not None)
@@ -98,12 +116,22 @@ def restore_state(
         if exchange is not None and not assignment.holdings and sources.storages:
             (storage,) = sources.storages.values()
             stages = [[Wants(one.saved, one.everybody) for one in group] for group in groups]
-            is_exchanged = begin_exchange(exchange, stages, storage, saved, str(step))
+            is_exchanged = begin_exchange(exchange, stages, storage, saved, str(step), local.held)
         else:
             is_exchanged = False
+        own_held = held_of(local.disks)
         for number, group in enumerate(groups):
             passing = partial(exchange.stage, number) if exchange and is_exchanged else None
-            _restore_group(group, values, like, sources, saved, memory_bytes, tally, passing)
+            fill_group = partial(
+                fill,
+                sources=sources,
+                tree=saved,
+                tally=tally,
+                memory_bytes=memory_bytes,
+                passing=passing,
+                held=own_held,
+            )
+            _restore_group(group, values, like, fill_group)
         if exchange is not None:
             exchange.finish()
     except CheckpointInvalid as error:
@@ -184,11 +212,7 @@ def _restore_group(
     group: Sequence[Wanted],
     values: list[object],
     like: FlatState,
-    sources: Sources,
-    saved: TreeSpec,
-    memory_bytes: int,
-    tally: Tally,
-    passing: Begin | None,
+    fill_group: Callable[[Sequence[Target]], None],
 ) -> None:
     arrays = {
         (one.index, box): empty_aligned(box.shape, numpy_dtype(one.leaf.dtype))
@@ -200,7 +224,7 @@ def _restore_group(
         for one in group
         for box in one.boxes
     ]
-    fill(targets, sources, saved, tally, memory_bytes=memory_bytes, passing=passing)
+    fill_group(targets)
     del targets
     on_devices = [(one, device, box) for one in group for device, box in one.devices]
     put: list[jax.Array] = jax.device_put(
@@ -243,8 +267,11 @@ def _figures(order: RestoreOrder, step: Step, tally: Tally) -> RestoreFigures:
     peers = moved[SourceKind.PEER] + moved[SourceKind.PEER_SLICE]
     stored = moved[SourceKind.STORAGE]
     memory = moved[SourceKind.OWN] + peers
-    if stored and memory:
+    local = moved[SourceKind.LOCAL] + moved[SourceKind.PEER_LOCAL]
+    if sum(map(bool, (stored, memory, local))) > 1:
         source = "mixed"
+    elif local:
+        source = "local"
     else:
         source = "storage" if stored or not order.holdings else "memory"
     return RestoreFigures(
@@ -253,6 +280,7 @@ def _figures(order: RestoreOrder, step: Step, tally: Tally) -> RestoreFigures:
         source=source,
         own_bytes=moved[SourceKind.OWN],
         peer_bytes=peers,
+        local_bytes=local,
         storage_bytes=stored,
         rejected=tuple(tally.rejected),
     )

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.runtime.layout.boxes import Box
+from everstep.runtime.layout.boxes import Box, uncovered
 from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
@@ -22,6 +22,9 @@ from everstep.runtime.storage.chunks import cells
 
 _PASSES_MAX = 32
 """Of evening out the loads; two or three are enough for the layouts that people have."""
+
+Held = Mapping[int, Sequence[Box]]
+"""By leaf: boxes that a process has on its own disk, in an order that all processes know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,16 @@ def divide_reads(
         loads=loads,
         saved_bytes=sum(one.size_bytes * (len(one.needers) - 1) for one in shared),
     )
+
+
+def split_held(boxes: Sequence[Box], held: Sequence[Box]) -> tuple[list[Box], list[Box]]:
+    """The parts of disjoint boxes that are held, and those that are not; each in order.
+
+    All processes split alike: they compute each other's needs.
+    """
+    lacking = sorted(part for box in boxes for part in uncovered(box, held))
+    had = sorted(part for box in boxes for part in uncovered(box, lacking))
+    return had, lacking
 
 
 def parts_of(chunk: SharedChunk, boxes: Sequence[Box]) -> list[tuple[int, Box]]:

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from everstep.controller.api.ids import HostId, Incarnation, Step
 from everstep.runtime.errors import CheckpointInvalid, Retryable
+from everstep.runtime.layout.boxes import Box
 from everstep.runtime.layout.manifest import Holding, Region
 from everstep.runtime.layout.tree import TreeSpec
 from everstep.runtime.restore.peers import PeerMemory
 from everstep.runtime.restore.refill import Sources, Tally
 from everstep.runtime.restore.reshard import SourceHolding, SourceKind
-from everstep.runtime.restore.sources import MemorySource, OwnMemory, RegionSource
+from everstep.runtime.restore.sources import LocalDisk, MemorySource, OwnMemory, RegionSource
 
 
 class StoredStep(Protocol):
@@ -56,9 +57,13 @@ class OpenedSources:
     """The sources of one restore. Storage is opened only when something is needed from it."""
 
     def __init__(
-        self, order: RestoreOrder, own_slots: Mapping[str, memoryview], tally: Tally
+        self,
+        order: RestoreOrder,
+        own_slots: Mapping[str, memoryview],
+        tally: Tally,
+        local: Sequence[LocalDisk] = (),
     ) -> None:
-        self._order, self._tally = order, tally
+        self._order, self._tally, self._local = order, tally, local
         self._peers = [self._peer(holding) for holding in order.holdings]
         self._memories: dict[int, MemorySource] = {}
         for index, peer in enumerate(self._peers):
@@ -101,12 +106,17 @@ class OpenedSources:
             SourceHolding(index=index, kind=source.kind, shards=peer.holding.shards)
             for (index, source), peer in zip(self._memories.items(), self._peers, strict=True)
         ]
+        memories = dict(self._memories)
+        for index, disk in enumerate(self._local, len(holdings)):
+            memories[index] = disk
+            shards = disk.manifest().plot.shards
+            holdings.append(SourceHolding(index=index, kind=disk.kind, shards=shards))
         storages: dict[int, RegionSource] = {}
         if self._storage is not None:
             index = len(holdings)
             storages[index] = self._storage
             holdings.append(SourceHolding(index=index, kind=SourceKind.STORAGE, shards=None))
-        return Sources(memories=self._memories, storages=storages, holdings=holdings)
+        return Sources(memories=memories, storages=storages, holdings=holdings)
 
     def close(self) -> None:
         for peer in self._peers:
@@ -122,6 +132,17 @@ class OpenedSources:
         return PeerMemory(
             holding, kind=kind, token=self._order.token, incarnation=self._order.incarnation
         )
+
+
+def held_of(local: Sequence[LocalDisk]) -> dict[int, list[Box]]:
+    """What these sources hold, by leaf: what the other processes of an exchange are told."""
+    held: dict[int, list[Box]] = {}
+    for disk in local:
+        for shard in disk.manifest().plot.shards:
+            boxes = held.setdefault(shard.leaf, [])
+            if shard.box not in boxes:
+                boxes.append(shard.box)
+    return held
 
 
 class _Storage:

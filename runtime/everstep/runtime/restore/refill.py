@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.runtime.errors import StorageUnavailable
+from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.tree import TreeSpec
+from everstep.runtime.restore.division import Held, split_held
 from everstep.runtime.restore.fetch import Fetch
 from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.passing import Passing
@@ -19,6 +21,7 @@ from everstep.runtime.restore.reshard import (
     SourceKind,
     plan_reads,
     replan,
+    split_overlaps,
 )
 from everstep.runtime.restore.sources import MemorySource, RegionSource
 
@@ -56,6 +59,7 @@ def fill(
     memory_bytes: int,
     turn: int = 0,
     passing: Begin | None = None,
+    held: Held | None = None,
 ) -> None:
     """Fill every target with verified bytes.
 
@@ -71,7 +75,8 @@ def fill(
         memory_bytes: bound of what is in flight.
         turn: see `plan_reads`.
         passing: begins this process's part in an exchange of what is read from storage. There
-            is no other source then.
+            is no other source then but this host's disk.
+        held: what of that disk the other processes were told of, in an exchange.
 
     Raises:
         CheckpointInvalid: nothing is left for some region; names it and what was tried.
@@ -102,17 +107,31 @@ def fill(
         read(reads)
     else:
         (storage,) = sources.storages.values()
+        had, lacking = _split(split_overlaps(wanted)[0], held or {})
         # In the order of the targets, in which the others know them.
-        begun = passing([read.piece for read in reads], targets, tree)
+        begun = passing(lacking, targets, tree)
         # The others wait for what this process gives, so that goes first.
         failed = begun.give(storage, memory_bytes)
-        read(replan([*begun.alone(), *failed], sources.holdings, tree, bad=tally.bad))
+        read(replan([*had, *begun.alone(), *failed], sources.holdings, tree, bad=tally.bad))
         missing, why = begun.take()
         tally.rejected += why
         tally.bytes_by_kind[SourceKind.STORAGE] += begun.moved_bytes
         read(replan(missing, sources.holdings, tree, bad=tally.bad))
     for copy in plan.copies:
         _copy(copy, targets)
+
+
+def _split(pieces: Sequence[Piece], held: Held) -> tuple[list[Piece], list[Piece]]:
+    """What this host's disk has of disjoint pieces, and what it lacks: in the order of places."""
+    had, lacking = list[Piece](), list[Piece]()
+    for piece in pieces:
+        leaf = piece.region.leaf
+        for boxes, parts in zip(
+            split_held([piece.region.box], held.get(leaf, ())), (had, lacking), strict=True
+        ):
+            parts += [Piece(target=piece.target, region=Region(leaf, box)) for box in boxes]
+    lacking.sort(key=lambda part: (part.region.leaf, part.region.box))
+    return had, lacking
 
 
 def _copy(copy: Copy, targets: Sequence[Target]) -> None:

@@ -30,7 +30,11 @@ class SourceKind(IntEnum):
     """Another host of the own slice."""
     PEER = 2
     """A host of another slice."""
-    STORAGE = 3
+    LOCAL = 3
+    """The own host's disk."""
+    PEER_LOCAL = 4
+    """The disk of another host, through its agent."""
+    STORAGE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

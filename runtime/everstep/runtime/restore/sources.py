@@ -41,6 +41,7 @@ class MemorySource(Protocol):
 
         Raises:
             PeerUnavailable: the peer did not answer in time, or the holding is gone.
+            StorageUnavailable: the own disk did not.
             Fenced: the peer is in a newer incarnation.
         """
         ...
@@ -85,3 +86,34 @@ class OwnMemory:
 
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
         out[:] = np.frombuffer(self.memory, np.uint8, out.size, offset)
+
+
+class CopiedBytes(Protocol):
+    """The part of `disk.copies.LocalBytes` that is read here."""
+
+    def manifest(self) -> SnapshotManifest: ...
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None: ...
+
+
+@dataclass(slots=True)
+class LocalDisk:
+    """What this host's disk holds of the step. Of the same content as the stored step.
+
+    It only gives bytes: which step there is, and what it is made of, storage tells.
+    """
+
+    copied: CopiedBytes
+    name: str
+    kind: SourceKind = SourceKind.LOCAL
+
+    def manifest(self) -> SnapshotManifest:
+        return self.copied.manifest()
+
+    def view(self, offset: int, size_bytes: int) -> NDArray[np.uint8] | None:
+        """None: mapped files can fail in the middle of an instruction, and reads can be judged."""
+        del offset, size_bytes
+        return None
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        self.copied.read_into(offset, out)
