@@ -12,7 +12,7 @@ from everstep.runtime._version import __version__
 
 if TYPE_CHECKING:
     from everstep.runtime.engine.checkpoints import Checkpoints
-    from everstep.runtime.engine.options import Retention, StepMetadata
+    from everstep.runtime.engine.options import LocalTier, Retention, StepMetadata
     from everstep.runtime.engine.parts import Json, PartFiles, PartHandler, Parts
     from everstep.runtime.engine.saved import CheckpointFailed, Saved
     from everstep.runtime.errors import (
@@ -38,6 +38,7 @@ __all__ = [
     "Infeasible",
     "Json",
     "Leave",
+    "LocalTier",
     "PartFiles",
     "PartHandler",
     "Parts",
@@ -63,6 +64,7 @@ _HOMES = {
     "Infeasible": "errors",
     "Json": "engine.parts",
     "Leave": "loop.ending",
+    "LocalTier": "engine.options",
     "PartFiles": "engine.parts",
     "PartHandler": "engine.parts",
     "Parts": "engine.parts",

@@ -20,12 +20,13 @@ from everstep.runtime.engine import checks
 from everstep.runtime.engine.capturing import Capturer, Planned, stored_bytes
 from everstep.runtime.engine.channel import open_channel
 from everstep.runtime.engine.ending import finish_at_exit
-from everstep.runtime.engine.options import Retention, StepMetadata
+from everstep.runtime.engine.options import LocalTier, Retention, StepMetadata, as_tier
 from everstep.runtime.engine.parts import FilePart, as_parts, file_part, fingerprint
 from everstep.runtime.engine.restoring import Restoring
 from everstep.runtime.engine.saved import CheckpointFailed, Saved
 from everstep.runtime.engine.saving import CapturedStep, Writer, refuse_save
 from everstep.runtime.engine.talk import Talk
+from everstep.runtime.engine.tiers import LocalCopies
 from everstep.runtime.errors import ConfigurationError
 from everstep.runtime.restore.options import EVERYTHING, Initialiser, RestoreOptions
 from everstep.runtime.storage.foreign_steps import ItemKind
@@ -57,6 +58,7 @@ class Checkpoints:
         retention: Retention | None = None,
         memory_bytes: int = MEMORY_BYTES,
         deadline_s: float = DEADLINE_S,
+        local: str | os.PathLike[str] | LocalTier | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Open a run. Nothing is written before the first save, so readers disturb nobody.
@@ -66,6 +68,8 @@ class Checkpoints:
             retention: which steps stay; the newest three when not given.
             memory_bytes: bound of what a restore has in flight.
             deadline_s: of every wait for another process or for storage.
+            local: a folder on this host's own disk. Each process keeps there what it holds of the
+                newest step, and reads it instead of the run where the two are the same.
             clock: another one for tests.
 
         Raises:
@@ -83,6 +87,8 @@ class Checkpoints:
         self._clock = clock or SystemClock()
         self._retention = retention or Retention()
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
+        self._local_tier = None if local is None else as_tier(local)
+        self._copies: LocalCopies | None = None
         self._capturer = Capturer(deadline_s)
         self._opened: Talk | None = None
         self._writer: Writer | None = None
@@ -241,6 +247,7 @@ class Checkpoints:
                 memory_bytes=self._memory_bytes,
                 log=log,
                 options=options,
+                local=self._local(talk),
             )
             state, found = restoring.restore(like, step)
             self._step_least = found
@@ -311,6 +318,8 @@ class Checkpoints:
                 for saved in writer.unsaid:
                     if not saved.done():
                         raise CheckpointFailed(saved.step, late)
+            if self._copies is not None:
+                self._copies.close()
             self._raise_failures()
 
     @property
@@ -354,6 +363,13 @@ class Checkpoints:
             self._opened = Talk(open_channel(f"{name}-{_spoken[name]}"), self._clock)
         return self._opened
 
+    def _local(self, talk: Talk) -> LocalCopies | None:
+        if self._copies is None and self._local_tier is not None:
+            self._copies = LocalCopies(
+                self._local_tier, uri=self.uri, process=talk.process, log=log
+            )
+        return self._copies
+
     def _raise_failures(self) -> None:
         unsaid = self._writer.unsaid if self._writer is not None else []
         failed = [s.failure for s in unsaid if s.failure is not None and not s.was_told]
@@ -382,6 +398,10 @@ class Checkpoints:
                 self._claim()
             else:
                 checks.check_fence(self._ledger)
+        copies = self._local(talk)
+        if copies is not None:
+            # Before this process's part is written, so that none thinks its folder left behind.
+            copies.claim()
         if self._writer is None:
             self._writer = Writer(
                 self._store,
@@ -391,6 +411,7 @@ class Checkpoints:
                 retention=self._retention,
                 deadline_s=self._deadline_s,
                 log=log,
+                local=copies,
             )
             finish_at_exit(self._writer, self._deadline_s, log)
             weakref.finalize(self, self._writer.end)

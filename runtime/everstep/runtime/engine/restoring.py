@@ -10,11 +10,12 @@ from typing import Any
 from everstep.controller.api.ids import HostId, Incarnation, Step
 from everstep.runtime.agent.link import Source
 from everstep.runtime.checkpoint.foreign import foreign_steps, open_foreign
-from everstep.runtime.engine.exchanging import exchanging
+from everstep.runtime.engine.exchanging import SILENCE_S, exchanging
 from everstep.runtime.engine.parts import Parts, as_parts, read_part
 from everstep.runtime.engine.shares import host_of
 from everstep.runtime.engine.state import flatten
 from everstep.runtime.engine.talk import Talk
+from everstep.runtime.engine.tiers import Content, LocalCopies, local_of
 from everstep.runtime.errors import (
     CheckpointInvalid,
     ConfigurationError,
@@ -74,7 +75,9 @@ class Restoring:
         memory_bytes: int,
         log: logging.Logger,
         options: RestoreOptions = EVERYTHING,
+        local: LocalCopies | None = None,
     ) -> None:
+        self._local = local
         self._store, self._talk, self._key, self._log = store, talk, key, log
         self._deadline_s, self._memory_bytes = deadline_s, memory_bytes
         self._options = options
@@ -194,8 +197,14 @@ class Restoring:
             storage=Source(uri=self._store.uri, step=found.step, item=name),
             host=host_of(self._talk.process),
         )
-        with exchanging(self._talk, f"{key}/{name}", self._deadline_s) as exchange:
-            return restore_state(
+        own = f"{key}/{name}"
+        by_s = self._talk.deadline(min(self._deadline_s, SILENCE_S))
+        content = found.content(name)
+        with (
+            local_of(self._local, self._talk, own, by_s, content, self._log) as local,
+            exchanging(self._talk, own, self._deadline_s) as exchange,
+        ):
+            restored = restore_state(
                 flat,
                 None,
                 assignment=order,
@@ -203,7 +212,21 @@ class Restoring:
                 memory_bytes=self._memory_bytes,
                 options=options,
                 exchange=exchange,
-            ).state
+                local=local,
+            )
+        figures = restored.figures
+        if figures.local_bytes:
+            self._log.info(
+                "step %d: %s: %d bytes from local copies, %d from %s",
+                found.step,
+                name,
+                figures.local_bytes,
+                figures.storage_bytes,
+                self._store.uri,
+            )
+        for words in figures.rejected if local.disks else ():
+            self._log.warning("step %d: %s: %s", found.step, name, words)
+        return restored.state
 
     def _all_of(self, key: str, failure: CheckpointInvalid | None) -> str | None:
         """Why the step cannot be taken, if any process says so; None when all have it."""
@@ -244,6 +267,11 @@ class _OwnStep:
     def is_tree(self, name: str) -> bool:
         return self._manifest.items[name].handler == PYTREE
 
+    def content(self, name: str) -> Content:
+        """By what a local copy of this part is known."""
+        fingerprint = self._manifest.items[name].tree.fingerprint
+        return Content(digest=self._commit.digest, item=name, fingerprint=fingerprint)
+
     def read(self, name: str, like: Any, talk: Talk) -> Any:
         files = _StoredFiles(self._store, self._commit, self._manifest, name)
         handler = self._manifest.items[name].handler
@@ -267,6 +295,10 @@ class _OrbaxStep:
 
     def is_tree(self, name: str) -> bool:
         return self._opened.kind(name) is not ItemKind.JSON
+
+    def content(self, name: str) -> None:
+        """Nobody has local copies of what Orbax wrote."""
+        del name
 
     def read(self, name: str, like: Any, talk: Talk) -> Any:
         del like, talk  # Of what is no tree, only Orbax's JSON is read, and that is a value.

@@ -17,6 +17,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from everstep.controller.api.ids import Incarnation
 from everstep.runtime.checkpoint.clean import collect, drop
 from everstep.runtime.checkpoint.commit import FilesItem, TreeItem, begin, commit_items, discard
 from everstep.runtime.checkpoint.draft import write_regions
@@ -33,10 +34,12 @@ from everstep.runtime.engine.shares import (
     unpacked,
 )
 from everstep.runtime.engine.talk import PeerFailed, Talk
+from everstep.runtime.engine.tiers import Committed, LocalCopies
 from everstep.runtime.errors import EverstepError, PeerUnavailable, StateRefused
 from everstep.runtime.layout.manifest import Region, Shard
 from everstep.runtime.layout.scalars import inline_extra
 from everstep.runtime.snapshot.regions import region_array
+from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.manifest import STATE
 from everstep.runtime.storage.store import Store
@@ -100,7 +103,9 @@ class Writer:
         retention: RetentionRule,
         deadline_s: float,
         log: logging.Logger,
+        local: LocalCopies | None = None,
     ) -> None:
+        self._local = local
         self._store, self._ledger, self._talk, self._clock = store, ledger, talk, clock
         self._retention, self._deadline_s, self._log = retention, deadline_s, log
         self._queue: queue.SimpleQueue[CapturedStep | _Refused | None] = queue.SimpleQueue()
@@ -157,14 +162,18 @@ class Writer:
                 self._shares.forget()
                 continue
             failure: CheckpointFailed | None = None
+            committed: Committed | None = None
             self._at = None
             try:
-                self._write(captured)
+                committed = self._write(captured)
             except Exception as error:  # noqa: BLE001 - told at the next call, and by `wait`.
                 failure = CheckpointFailed(captured.saved.step, error, self._at)
                 failure.__cause__ = error
                 self._shares.forget()
-            captured.release()
+            if committed is not None and self._local is not None and self._local.is_due():
+                self._local.write(captured.trees, committed, captured.release)
+            else:
+                captured.release()
             captured.saved.settle(failure)
             if self._talk.leads and failure is None:
                 self._clean()
@@ -172,15 +181,16 @@ class Writer:
                 self._unfinished -= 1
                 self._changed.notify_all()
 
-    def _write(self, captured: CapturedStep) -> None:
+    def _write(self, captured: CapturedStep) -> Committed:
         by_s = self._talk.deadline(self._deadline_s)
         if self._talk.leads:
-            self._lead(captured, by_s)
+            committed = self._lead(captured, by_s)
         else:
-            self._follow(captured, by_s)
+            committed = self._follow(captured, by_s)
         self._forget(captured.number - 2)
+        return committed
 
-    def _follow(self, captured: CapturedStep, by_s: float) -> None:
+    def _follow(self, captured: CapturedStep, by_s: float) -> Committed:
         key = captured.key
         own = f"{key}/part/{self._talk.process}"
         told = self._talk.hear(f"{key}/draft", by_s, "process 0 has not begun the step")
@@ -200,9 +210,14 @@ class Writer:
             files=written.files,
             regions={name: packed(found[0][1]) for name, found in written.regions.items()},
         )
-        self._talk.hear(f"{key}/done", by_s, "process 0 has not committed the step")
+        told = self._talk.hear(f"{key}/done", by_s, "process 0 has not committed the step")
+        return Committed(
+            step=captured.saved.step,
+            incarnation=Incarnation(told["incarnation"]),
+            digest=str(told["digest"]),
+        )
 
-    def _lead(self, captured: CapturedStep, by_s: float) -> None:
+    def _lead(self, captured: CapturedStep, by_s: float) -> Committed:
         key = captured.key
         try:
             draft = self._begin(captured)
@@ -221,14 +236,17 @@ class Writer:
         try:
             if failure is not None:
                 raise failure
-            self._commit(captured, draft, written)
+            commit = self._commit(captured, draft, written)
         except Exception as error:
             self._talk.refuse(f"{key}/done", error)
             self._left_drafts.append(draft)
             if missing is None or isinstance(missing, PeerFailed):
                 self._discard_left()
             raise
-        self._talk.tell(f"{key}/done")
+        self._talk.tell(f"{key}/done", incarnation=commit.incarnation, digest=commit.digest)
+        return Committed(
+            step=captured.saved.step, incarnation=commit.incarnation, digest=commit.digest
+        )
 
     def _begin(self, captured: CapturedStep) -> str:
         claim = self._ledger.verify_claim()
@@ -310,7 +328,7 @@ class Writer:
             return PeerUnavailable("; ".join((*missing, *refused)))
         return PeerFailed("; ".join(refused)) if refused else None
 
-    def _commit(self, captured: CapturedStep, draft: str, written: _Written) -> None:
+    def _commit(self, captured: CapturedStep, draft: str, written: _Written) -> Commit:
         items: dict[str, TreeItem | FilesItem] = {
             name: TreeItem(
                 tree=item.tree,
@@ -328,7 +346,7 @@ class Writer:
         if captured.metadata is not None:
             extra[METADATA] = json.dumps(captured.metadata)
         claim = self._ledger.verify_claim()
-        commit_items(
+        return commit_items(
             self._store,
             self._ledger,
             draft=draft,
