@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from everstep.runtime.engine.parts import Json, PartFiles, PartHandler, Parts
     from everstep.runtime.engine.saved import CheckpointFailed, Saved
     from everstep.runtime.errors import (
+        CheckpointInvalid,
         ConfigurationError,
         EverstepError,
+        Fenced,
         Infeasible,
+        PeerUnavailable,
         StateRefused,
+        StorageRefused,
+        StorageUnavailable,
     )
     from everstep.runtime.loop.data import Batch, Dataset, IndexedDataset, ShuffledIndices
     from everstep.runtime.loop.ending import Leave
@@ -30,10 +35,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "CheckpointFailed",
+    "CheckpointInvalid",
     "Checkpoints",
     "ConfigurationError",
     "Dataset",
     "EverstepError",
+    "Fenced",
     "IndexedDataset",
     "Infeasible",
     "Json",
@@ -42,12 +49,15 @@ __all__ = [
     "PartFiles",
     "PartHandler",
     "Parts",
+    "PeerUnavailable",
     "Retention",
     "Run",
     "Saved",
     "ShuffledIndices",
     "StateRefused",
     "StepMetadata",
+    "StorageRefused",
+    "StorageUnavailable",
     "__version__",
     "main",
     "ordered_step",
@@ -56,10 +66,12 @@ __all__ = [
 _HOMES = {
     "Batch": "loop.data",
     "CheckpointFailed": "engine.saved",
+    "CheckpointInvalid": "errors",
     "Checkpoints": "engine.checkpoints",
     "ConfigurationError": "errors",
     "Dataset": "loop.data",
     "EverstepError": "errors",
+    "Fenced": "errors",
     "IndexedDataset": "loop.data",
     "Infeasible": "errors",
     "Json": "engine.parts",
@@ -68,12 +80,15 @@ _HOMES = {
     "PartFiles": "engine.parts",
     "PartHandler": "engine.parts",
     "Parts": "engine.parts",
+    "PeerUnavailable": "errors",
     "Retention": "engine.options",
     "Run": "loop.run",
     "Saved": "engine.saved",
     "ShuffledIndices": "loop.data",
     "StateRefused": "errors",
     "StepMetadata": "engine.options",
+    "StorageRefused": "errors",
+    "StorageUnavailable": "errors",
     "main": "loop.main",
     "ordered_step": "loop.reduction",
 }
