@@ -179,3 +179,21 @@ def test_settle_and_sweep_leave_what_is_there(store: Store) -> None:
     assert store.read("x/y/z") == b"1"
     assert store.list("l") == ("1",)
     assert np.frombuffer(store.read("l/1"), np.uint8).tolist() == [ord("2")]
+
+
+def test_files_that_are_written_together_are_all_there_and_replace_older_ones(
+    store: Store,
+) -> None:
+    store.write_durable("step/item/a", b"old")
+    store.write_together("step", {"item/a": b"1", "item/deep/er/b": b"2", "c": b""})
+    assert store.read("step/item/a") == b"1"
+    assert store.read("step/item/deep/er/b") == b"2"
+    assert store.read("step/c") == b""
+    assert store.list("step/item") == ("a", "deep")
+    store.write_together("other", {})
+
+
+@pytest.mark.parametrize("path", ["", "/a", "../a", "a/.hidden"])
+def test_a_path_that_leaves_the_folder_is_our_bug(store: Store, path: str) -> None:
+    with pytest.raises(InvariantViolated):
+        store.write_together("step", {"good": b"1", path: b""})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,7 +33,6 @@ from everstep.runtime.storage.tensors import ArrayPlan, merge
 
 DRAFT_RECORD = "everstep.draft.json"
 MARKER_TEXT = b"Checkpoint commit was successful.\n"
-_WRITERS = 8
 
 
 class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,9 +193,10 @@ def commit_items(
     digests: dict[str, str] = {}
     manifests: dict[str, files.ItemManifest] = {}
     handlers: dict[str, str] = {}
+    unsynced: list[str] = []
     for name, item in items.items():
         if isinstance(item, TreeItem):
-            manifests[name] = _join_tree(store, draft, name, item, contents, written)
+            manifests[name] = _join_tree(store, draft, name, item, contents, written, unsynced)
             handlers[name] = orbax.HANDLER
         else:
             manifests[name] = files.ItemManifest(handler=item.handler, files=tuple(item.files))
@@ -219,8 +218,7 @@ def commit_items(
             versions={"everstep": __version__},
         )
     )
-    _write_together(store, draft, {**written, files.MANIFEST: manifest})
-    store.settle(draft)
+    store.write_together(draft, {**written, files.MANIFEST: manifest}, unsynced=unsynced)
     # For Orbax's readers; ours look at the ledger only.
     if store.location(draft).objects is not None:
         # In a bucket, where nothing is renamed, Orbax asks each item for one of its own.
@@ -236,17 +234,6 @@ def commit_items(
     )
 
 
-def _write_together(store: Store, draft: str, contents: Mapping[str, bytes]) -> None:
-    """Write small files, in any order and at once: each waits for storage, and none for another."""
-    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="everstep-commit") as threads:
-        writes = [
-            threads.submit(store.write_durable, f"{draft}/{path}", data)
-            for path, data in contents.items()
-        ]
-    for write in writes:
-        write.result()
-
-
 def _join_tree(
     store: Store,
     draft: str,
@@ -254,6 +241,7 @@ def _join_tree(
     item: TreeItem,
     contents: dict[str, bytes],
     written: dict[str, bytes],
+    unsynced: list[str],
 ) -> files.ItemManifest:
     """Make one database of what the writers wrote of an item, and note its small files."""
     tree = item.tree
@@ -262,11 +250,12 @@ def _join_tree(
     check_coverage(draft, tree, chunks, [(record.writer, record.regions) for record in records])
     layout = orbax.layout(with_values(tree, item.extra), chunks)
     names = orbax.array_names(tree)
-    merge(
+    made = merge(
         store.location(f"{draft}/{name}"),
         [files.writer_folder(record.writer) for record in records],
         [*_empty_arrays(tree, names, chunks), *_scalar_arrays(layout.scalars)],
     )
+    unsynced += [f"{name}/{path}" for path in made]
     written.update({f"{name}/{path}": data for path, data in layout.files.items()})
     return files.ItemManifest(
         handler=files.PYTREE,

@@ -211,10 +211,9 @@ def export_orbax(
                 part.flush()
                 advance(out.nbytes)
         has_part = any(leaf.is_stored_as_bytes and 0 not in leaf.shape for leaf in tree.leaves)
-        merge(arrays, ["ocdbt.process_0"] if has_part else [], small)
-        for name, data in small_files.items():
-            store.write_durable(f"{folder}/{name}", data)
-        store.settle(folder)
+        merged = merge(arrays, ["ocdbt.process_0"] if has_part else [], small)
+        below = arrays.path.removeprefix(store.location(folder).path)
+        store.write_together(folder, small_files, unsynced=[f"{below}{name}" for name in merged])
         store.write_durable(f"{folder}/{orbax.MARKER}", b"Checkpoint commit was successful.\n")
     except BaseException:
         store.delete_tree(folder)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from everstep.runtime.errors import StorageRefused, StorageUnavailable
+from everstep.runtime.errors import StorageRefused, StorageUnavailable, check
 from everstep.runtime.storage.objects import Objects
 from everstep.runtime.storage.store import Location, StorageMissing, checked
 
 _DELETING = 8
+_WRITING = 8
 _ROUNDS = 3
 
 
@@ -78,6 +79,19 @@ class BucketStore:
     def write_durable(self, path: str, data: bytes) -> None:
         self._refuse_odd(path)
         self._objects.replace(self._name(path), data)
+
+    def write_together(
+        self, folder: str, contents: Mapping[str, bytes], *, unsynced: Sequence[str] = ()
+    ) -> None:
+        check(not unsynced, f"{self.uri}/{folder}: nothing in a bucket waits for a sync")
+        with ThreadPoolExecutor(_WRITING, thread_name_prefix="everstep-write") as threads:
+            writes = [
+                threads.submit(self.write_durable, f"{folder}/{path}", data)
+                for path, data in contents.items()
+            ]
+        for write in writes:
+            write.result()
+        self.settle(folder)
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
         self._refuse_odd(path)

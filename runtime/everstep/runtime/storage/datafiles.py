@@ -255,6 +255,12 @@ def read_values(
     return damages
 
 
+def index_files(folder: str) -> tuple[str, ...]:
+    """Files of a database that has no values of its own, by path below its folder."""
+    with _in_our_words(folder):
+        return ("manifest.ocdbt", *(f"d/{name}" for name in os.listdir(os.path.join(folder, "d"))))
+
+
 def read_extent(folder: str, extent: Extent) -> bytes:
     """Read one small value. Raises `StoredDamage` when it is not there."""
     path = os.path.join(folder, extent.file)
@@ -294,6 +300,7 @@ def _runs(batch: Sequence[Stored]) -> Iterator[Sequence[Stored]]:
 
 def _read_batch(folder: str, batch: Sequence[Stored], damages: dict[int, StoredDamage]) -> None:
     path = os.path.join(folder, batch[0][0].file)
+    found: dict[int, StoredDamage] = {}
     try:
         with _opened(path) as descriptor:
             first, last = batch[0][0], batch[-1][0]
@@ -302,10 +309,19 @@ def _read_batch(folder: str, batch: Sequence[Stored], damages: dict[int, StoredD
                 # Only advice: so many bytes are read ahead while others are looked at.
                 os.posix_fadvise(descriptor, first.offset, length, os.POSIX_FADV_WILLNEED)
             for run in _runs(batch):
-                _read_run(descriptor, path, run, damages)
+                _read_run(descriptor, path, run, found)
     except StoredDamage as damage:
         for _, one in batch:
-            damages.setdefault(one.request, damage)
+            found.setdefault(one.request, damage)
+    # Who looks after it wants to know the file, from the step's folder on.
+    name = f"{os.path.basename(folder.rstrip('/'))}/{batch[0][0].file}"
+    for request, damage in found.items():
+        damages.setdefault(
+            request,
+            StoredDamage(
+                damage.expected, f"{damage.found} in {name}", is_checksum=damage.is_checksum
+            ),
+        )
 
 
 def _read_run(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 
-from everstep.runtime.errors import StorageRefused
+from everstep.runtime.errors import StorageRefused, check
 from everstep.runtime.storage.store import Location, Space, StorageMissing, checked
 
 
@@ -51,6 +52,13 @@ class MemoryStore:
         with self._lock:
             self._refuse_odd(checked(path))
             self._files[path] = bytes(data)
+
+    def write_together(
+        self, folder: str, contents: Mapping[str, bytes], *, unsynced: Sequence[str] = ()
+    ) -> None:
+        check(not unsynced, f"{self.uri}/{folder}: nothing in memory waits for a sync")
+        for path, data in contents.items():
+            self.write_durable(f"{folder}/{path}", data)
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
         with self._lock:

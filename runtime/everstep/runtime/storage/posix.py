@@ -11,8 +11,9 @@ import functools
 import os
 import secrets
 import stat
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import tenacity
 
@@ -22,6 +23,8 @@ from everstep.runtime.storage.store import Location, StorageMissing, checked
 
 _ATTEMPTS_MAX = 6
 _TEMPORARY = ".tmp"
+_SYNCING = 16
+"""So many syncs wait at once."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +129,29 @@ class PosixStore:
         sync_directory(os.path.dirname(full))
 
     @_operation
+    def write_together(
+        self, folder: str, contents: Mapping[str, bytes], *, unsynced: Sequence[str] = ()
+    ) -> None:
+        top = self.full(checked(folder))
+        made: dict[str, str] = {}
+        with _Syncing() as syncing:
+            try:
+                for path, data in contents.items():
+                    full = os.path.join(top, checked(path))
+                    # All names are synced at the end.
+                    os.makedirs(os.path.dirname(full), exist_ok=True)
+                    made[full] = _write_temporary(full, data, is_synced=False)
+                syncing.files([*made.values(), *(os.path.join(top, path) for path in unsynced)])
+                while made:
+                    full, temporary = next(iter(made.items()))
+                    os.rename(temporary, full)
+                    del made[full]
+            finally:
+                for temporary in made.values():
+                    _forget(temporary)
+            syncing.folders(self._folders_to_settle(top))
+
+    @_operation
     def create_exclusive(self, path: str, data: bytes) -> bool:
         full = self.full(checked(path))
         folder = os.path.dirname(full)
@@ -158,13 +184,16 @@ class PosixStore:
 
     @_operation
     def settle(self, folder: str) -> None:
-        full = self.full(checked(folder))
-        for directory, _, _ in os.walk(full, topdown=False):
-            sync_directory(directory)
+        with _Syncing() as syncing:
+            syncing.folders(self._folders_to_settle(self.full(checked(folder))))
+
+    def _folders_to_settle(self, full: str) -> Sequence[str]:
+        found = [directory for directory, _, _ in os.walk(full)]
         # From the folder up to the run: a name is durable when its parent is synced.
         while full != self._root:
             full = os.path.dirname(full)
-            sync_directory(full)
+            found.append(full)
+        return found
 
     @_operation
     def sweep(self, folder: str) -> None:
@@ -193,7 +222,44 @@ class PosixStore:
             sync_directory(os.path.dirname(folder))
 
 
-def _write_temporary(full: str, data: bytes) -> str:
+class _Syncing:
+    """Syncs many at once: a journal that is asked by several commits once for them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_SYNCING, thread_name_prefix="everstep-sync")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def files(self, paths: Sequence[str]) -> None:
+        self._all(_sync_file, paths)
+
+    def folders(self, paths: Sequence[str]) -> None:
+        self._all(sync_directory, paths)
+
+    def _all(self, sync: Callable[[str], None], paths: Sequence[str]) -> None:
+        # All are waited for before an error is raised: nobody works behind the caller's back.
+        tasks = [self._threads.submit(sync, path) for path in paths]
+        wait(tasks)
+        for task in tasks:
+            task.result()
+
+
+def _sync_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_temporary(full: str, data: bytes, *, is_synced: bool = True) -> str:
     folder, name = os.path.split(full)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}{_TEMPORARY}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -202,7 +268,8 @@ def _write_temporary(full: str, data: bytes) -> str:
             left = memoryview(data)
             while left:
                 left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
+            if is_synced:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:

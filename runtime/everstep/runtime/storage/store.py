@@ -6,6 +6,7 @@ our own bug. Readers and writers in other processes and on other hosts see the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -76,6 +77,23 @@ class Store(Protocol):
 
         Durability: on return the content is on storage and so is its name. After a crash at any
         point the old file, or the new one, is there whole.
+        """
+        ...
+
+    def write_together(
+        self, folder: str, /, contents: Mapping[str, bytes], *, unsynced: Sequence[str] = ()
+    ) -> None:
+        """Write files below a folder, or replace them, and do all of `settle`, at once.
+
+        Many that wait for storage together wait about as long as one.
+
+        Args:
+            folder: that holds all of them.
+            contents: by path below the folder.
+            unsynced: files below the folder that somebody wrote there and did not sync.
+
+        Durability: on return these contents, those of the unsynced files and all names below the
+        folder are on storage. After a crash within, any of the files may be there, each whole.
         """
         ...
 

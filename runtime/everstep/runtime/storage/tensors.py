@@ -41,6 +41,7 @@ from everstep.runtime.storage.datafiles import (
     THREADS,
     DataWriter,
     Stored,
+    index_files,
     read_extent,
     read_values,
 )
@@ -196,20 +197,22 @@ class _ValueWriter:
 
 def merge(
     arrays: Location, folders: Sequence[str], small: Sequence[tuple[ArrayPlan, Array]]
-) -> None:
+) -> tuple[str, ...]:
     """Make one database of the writers' own, by reference, and add small arrays to it.
 
-    Durability: on return it is synced, directories not. After a crash within, it is there whole
-    or not at all.
+    Returns:
+        Files that it wrote below `arrays` and did not sync; the caller does, with others.
+
+    Durability: elsewhere than on a POSIX file system, on return it is synced.
     """
     if arrays.objects is not None:
         with HeldIndex(arrays) as held:
             held.fetch(folders)
             merge(held.location, folders, small)
             held.send_made()
-        return
+        return ()
     with _translated(arrays):
-        context = _context(arrays)
+        context = _context(arrays, is_synced=False)
         transaction = ts.Transaction(atomic=True)
         parent = _database(arrays, context, create=True).with_transaction(transaction)
         copies = [
@@ -224,6 +227,7 @@ def merge(
                 stored, _ = _value(_as_stored(value, plan.dtype), plan.chunk)
                 parent.write(chunk_key(plan.name, (0,) * value.ndim), stored)
         transaction.commit_sync()
+    return index_files(arrays.path) if arrays.driver == "file" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +494,7 @@ def erase(location: Location) -> None:
 _spaces: weakref.WeakKeyDictionary[Space, Any] = weakref.WeakKeyDictionary()
 
 
-def _context(location: Location) -> Any:
+def _context(location: Location, *, is_synced: bool = True) -> Any:
     """A context of its own for every database that is opened.
 
     A shared one would remember nodes by path, and take a run that was deleted and begun anew in
@@ -503,7 +507,7 @@ def _context(location: Location) -> Any:
         "cache_pool": {"total_bytes_limit": 0},
         _NODE_CACHE: {"total_bytes_limit": 64_000_000},
         "file_io_concurrency": {"limit": 16},
-        "file_io_sync": True,
+        "file_io_sync": is_synced,
         "file_io_locking": {"mode": "none"},
     }
     if location.space is None:
