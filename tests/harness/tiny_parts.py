@@ -16,7 +16,10 @@ def parts_of(step: int) -> es.Parts:
     """Arrays in data files and in the index, plain values, JSON, bytes."""
     dice = np.random.default_rng(step)
     return es.Parts(
-        model={"w": dice.normal(size=(40, 30)).astype(np.float32), "b": np.full(3, step, np.int8)},
+        model={
+            "w": dice.normal(size=(40, 30)).astype(np.float32),
+            "b": np.full(3, step % 100, np.int8),
+        },
         optimizer={"mu": dice.normal(size=400), "count": step, "none": None},
         settings=es.Json({"step": step}),
         raw=b"raw %d" % step,

@@ -100,9 +100,9 @@ def watched(root: str, watch: Watch) -> Generator[None]:
         see("open", file)
         return real["builtin"](file, *rest, **named)
 
-    def merge(arrays: Any, *rest: Any) -> None:
+    def merge(arrays: Any, *rest: Any) -> Any:
         see("merge", arrays.path)
-        real["merge"](arrays, *rest)
+        return real["merge"](arrays, *rest)
 
     for name, call in (("open", open_), ("close", close), ("write", write), ("writev", writev)):
         replace(name, call)

@@ -17,6 +17,7 @@ from everstep.runtime.errors import (
     InvariantViolated,
     ManifestCorrupt,
     StorageRefused,
+    StorageUnavailable,
     check,
 )
 from everstep.runtime.storage import history
@@ -30,12 +31,22 @@ from everstep.runtime.storage.history import (
     Refusal,
     Started,
 )
-from everstep.runtime.storage.store import Store
+from everstep.runtime.storage.store import StorageMissing, Store
 
 FOLDER = "_everstep/ledger"
 _SUFFIX = ".json"
 _DAMAGED = ".json.damaged"
 """A person who accepts the loss of an unreadable entry renames its file to this."""
+
+
+class EntryUncertain(StorageUnavailable):
+    """Storage failed after an entry may have got its name: it is there or not, and a crash may
+    decide. What it says is whole in either case; the next `refresh` shows it.
+    """
+
+    def __init__(self, entry: str) -> None:
+        self.entry = entry
+        super().__init__(f"{entry} may exist or not: storage failed while it was made")
 
 
 def entry_path(number: int) -> str:
@@ -215,11 +226,25 @@ class RunLedger:
 
     def _create(self, entry: Entry) -> bool:
         """Try for the entry's number; whoever won it, it is read by the next `refresh`."""
-        won = self._store.create_exclusive(entry_path(entry.number), history.encode(entry))
+        data = history.encode(entry)
+        try:
+            won = self._store.create_exclusive(entry_path(entry.number), data)
+        except (StorageRefused, StorageUnavailable) as error:
+            if self._may_hold(entry.number, data):
+                raise EntryUncertain(f"{self._store.uri}/{entry_path(entry.number)}") from error
+            raise
         if won:
             self._entries.append(entry)
             self._top = entry.number
         return won
+
+    def _may_hold(self, number: int, data: bytes) -> bool:
+        try:
+            return self._store.read(entry_path(number)) == data
+        except StorageMissing:
+            return False
+        except (StorageRefused, StorageUnavailable):
+            return True
 
     def _read(self, number: int) -> Entry:
         path = entry_path(number)
