@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from everstep.runtime.errors import StateRefused, StorageUnavailable
 from everstep.runtime.layout.boxes import whole
 from everstep.runtime.layout.dtypes import itemsize
 from everstep.runtime.layout.flat import FlatState
+from everstep.runtime.layout.manifest import Plot
 from everstep.runtime.layout.tree import Leaf
 from everstep.runtime.snapshot.capture import CapturePlan, PlotOutdated
 from everstep.runtime.snapshot.regions import shard_array
@@ -24,6 +26,22 @@ COPIES_MAX = 2
 when a save comes before the one before it is written."""
 
 Planned = tuple[FlatState, CapturePlan]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Of one part's copies, and how it was divided for the one before."""
+
+    data: NDArray[np.uint8]
+    plot: Plot | None = None
+    targets: Sequence[NDArray[Any]] = ()
+
+    def divided(self, plot: Plot) -> Sequence[NDArray[Any]]:
+        """One array for each shard."""
+        if self.plot is not plot:
+            self.plot = plot
+            self.targets = [shard_array(self.data, plot.tree, shard) for shard in plot.shards]
+        return self.targets
 
 
 class Capturer:
@@ -36,7 +54,7 @@ class Capturer:
         self._layouts: dict[str, int] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
-        self._free: list[dict[str, NDArray[np.uint8]]] = []
+        self._free: list[dict[str, _Memory]] = []
         self._in_use = 0
 
     def flatten(self, trees: Mapping[str, Any]) -> dict[str, Planned]:
@@ -83,9 +101,7 @@ class Capturer:
         memories = self._take(sizes)
         try:
             for name, (flat, plan) in flats.items():
-                memory = memories[name]
-                plot = plan.plot
-                plan.capture(flat, [shard_array(memory, plot.tree, s) for s in plot.shards])
+                plan.capture(flat, memories[name].divided(plan.plot))
         except BaseException:
             self._give(memories)
             raise
@@ -93,14 +109,14 @@ class Capturer:
             name: CapturedTree(
                 tree=flat.tree,
                 plot=plan.plot,
-                memory=memories[name],
+                memory=memories[name].data,
                 layout=self._layouts[name],
             )
             for name, (flat, plan) in flats.items()
         }
         return captured, lambda: self._give(memories)
 
-    def _take(self, sizes: Mapping[str, int]) -> dict[str, NDArray[np.uint8]]:
+    def _take(self, sizes: Mapping[str, int]) -> dict[str, _Memory]:
         with self._changed:
             if not self._free and self._in_use >= COPIES_MAX:
                 if not self._changed.wait_for(lambda: bool(self._free), self._deadline_s):
@@ -114,15 +130,15 @@ class Capturer:
         kept = {
             name: memory
             for name, memory in found.items()
-            if sizes.get(name, memory.size) == memory.size
+            if sizes.get(name, memory.data.size) == memory.data.size
         }
         found.clear()
         for name, size in sizes.items():
             if name not in kept:
-                kept[name] = np.empty(size, np.uint8)
+                kept[name] = _Memory(np.empty(size, np.uint8))
         return kept
 
-    def _give(self, memories: dict[str, NDArray[np.uint8]]) -> None:
+    def _give(self, memories: dict[str, _Memory]) -> None:
         with self._changed:
             self._free.append(memories)
             self._in_use -= 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from everstep.runtime.errors import StateRefused
 from everstep.runtime.layout.compare import refuse_difference
-from everstep.runtime.layout.dtypes import STORABLE
+from everstep.runtime.layout.dtypes import STORABLE, dtype_name
 from everstep.runtime.layout.flat import FlatState, TreeDef
 from everstep.runtime.layout.scalars import Scalar, encode_scalar, scalar_type
 from everstep.runtime.layout.tree import Key, KeyKind, Leaf, LeafKind, TreeSpec
@@ -90,7 +90,7 @@ def reflatten(state: object, before: FlatState) -> FlatState:
         position += 1
         if leaf.kind is LeafKind.ARRAY:
             is_same = isinstance(value, jax.Array) and (
-                value.shape == leaf.shape and value.dtype.name == leaf.dtype
+                value.shape == leaf.shape and dtype_name(value.dtype) == leaf.dtype
             )
         else:
             again = _classify(leaf.path, value)

@@ -53,3 +53,9 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 def itemsize(name: str) -> int:
     """Bytes of one element in memory. Sub-byte dtypes take one."""
     return numpy_dtype(name).itemsize
+
+
+@cache
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    """The name of a dtype. Numpy makes it anew each time, which is long for thousands of leaves."""
+    return dtype.name

@@ -83,11 +83,11 @@ class CapturePlan:
         values: tuple[Any, ...] = flat.values
         try:
             for index, place in self._transfers:
-                values[index].addressable_shards[place].data.copy_to_host_async()
+                values[index].addressable_data(place).copy_to_host_async()
             for (index, position), target in zip(self._picks, targets, strict=True):
                 source: Any = values[index]
                 if position is not None:
-                    source = np.asarray(source.addressable_shards[position].data)
+                    source = np.asarray(source.addressable_data(position))
                 np.copyto(target, source, casting="no")
         except RuntimeError as error:
             for leaf, value in zip(flat.tree.leaves, flat.values, strict=True):
