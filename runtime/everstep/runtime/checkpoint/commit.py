@@ -7,6 +7,7 @@ it the step is complete. Nothing is renamed, so the same order works where a ren
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,13 @@ from everstep.runtime._version import __version__
 from everstep.runtime.checkpoint import orbax
 from everstep.runtime.checkpoint.coverage import check_coverage
 from everstep.runtime.checkpoint.draft import array_plan
-from everstep.runtime.errors import Fenced, ManifestCorrupt, check
+from everstep.runtime.errors import (
+    Fenced,
+    ManifestCorrupt,
+    StorageRefused,
+    StorageUnavailable,
+    check,
+)
 from everstep.runtime.layout.dtypes import numpy_dtype
 from everstep.runtime.layout.manifest import Region
 from everstep.runtime.layout.scalars import with_values
@@ -72,12 +79,21 @@ def begin(
     attempt = 1
     while True:
         draft = f"step-{step:010d}-{number:06d}-{attempt}"
-        is_free = not store.exists(draft)
-        if is_free and store.create_exclusive(
-            f"{draft}/{DRAFT_RECORD}", msgspec.json.encode(record)
-        ):
+        if not store.exists(draft) and _create_record(store, draft, record):
             return draft
         attempt += 1
+
+
+def _create_record(store: Store, draft: str, record: DraftRecord) -> bool:
+    path = f"{draft}/{DRAFT_RECORD}"
+    try:
+        return store.create_exclusive(path, msgspec.json.encode(record))
+    except (StorageRefused, StorageUnavailable):
+        # Nobody knows of this draft: an empty folder would be left for as long as the claim lasts.
+        with contextlib.suppress(StorageRefused, StorageUnavailable):
+            if not store.exists(path):
+                store.delete_tree(draft)
+        raise
 
 
 def discard(store: Store, draft: str, *, ledger: RunLedger) -> None:

@@ -29,7 +29,7 @@ from everstep.runtime.restore.options import EVERYTHING, RestoreOptions
 from everstep.runtime.storage.foreign_steps import ItemKind
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
-from everstep.runtime.storage.manifest import PYTREE, CheckpointManifest
+from everstep.runtime.storage.manifest import PYTREE, CheckpointManifest, FormatNewer
 from everstep.runtime.storage.reader import read_item_file, read_manifest
 from everstep.runtime.storage.store import Store
 
@@ -103,6 +103,10 @@ class Restoring:
                 # A part may have a cadence of its own: an older step has it.
                 lacking = lacking or error
                 failure = CheckpointInvalid(f"step {step}", error.field, "a part", "not saved then")
+            except FormatNewer as error:
+                # Nothing is wrong with it: an older step would take the newer ones away.
+                self._talk.refuse(f"{key}/{self._talk.process}", error)
+                raise
             except CheckpointInvalid as error:
                 failure = error
             except EverstepError as error:

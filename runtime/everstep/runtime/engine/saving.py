@@ -35,7 +35,7 @@ from everstep.runtime.engine.shares import (
 )
 from everstep.runtime.engine.talk import PeerFailed, Talk
 from everstep.runtime.engine.tiers import Committed, LocalCopies
-from everstep.runtime.errors import EverstepError, PeerUnavailable, StateRefused
+from everstep.runtime.errors import EverstepError, Fenced, PeerUnavailable, StateRefused
 from everstep.runtime.layout.manifest import Region, Shard
 from everstep.runtime.layout.scalars import inline_extra
 from everstep.runtime.snapshot.regions import region_array
@@ -167,8 +167,9 @@ class Writer:
             try:
                 committed = self._write(captured)
             except Exception as error:  # noqa: BLE001 - told at the next call, and by `wait`.
-                failure = CheckpointFailed(captured.saved.step, error, self._at)
-                failure.__cause__ = error
+                why = self._why(error)
+                failure = CheckpointFailed(captured.saved.step, why, self._at)
+                failure.__cause__ = why
                 self._shares.forget()
             if committed is not None and self._local is not None and self._local.is_due():
                 self._local.write(captured.trees, committed, captured.release)
@@ -180,6 +181,21 @@ class Writer:
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()
+
+    def _why(self, error: Exception) -> Exception:
+        """The error, or that another program has the run: it deletes a draft under its writer, who
+        then misses files.
+        """
+        if isinstance(error, Fenced) or self._ledger.own_claim is None:
+            return error
+        try:
+            self._ledger.verify_claim()
+        except Fenced as fenced:
+            fenced.__cause__ = error
+            return fenced
+        except EverstepError:
+            return error  # Storage does not answer, which is what the error says.
+        return error
 
     def _write(self, captured: CapturedStep) -> Committed:
         by_s = self._talk.deadline(self._deadline_s)
@@ -369,7 +385,7 @@ class Writer:
                 choose_dropped(commits, self._retention, self._clock.unix_s()),
             )
             collect(self._store, self._ledger)
-        except EverstepError as error:
+        except Exception as error:  # noqa: BLE001 - the thread goes on: later steps wait for it.
             self._log.warning("old steps of %s are left: %s", self._store.uri, error)
 
     def _discard_left(self) -> None:

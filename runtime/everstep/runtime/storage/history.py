@@ -96,9 +96,18 @@ def decode(data: bytes, *, number: int, where: str) -> Entry:
         found = f"{google_crc32c.value(body):08x}"
         if found != envelope.crc32c:
             raise ManifestCorrupt(where, name, f"crc32c {envelope.crc32c}", f"crc32c {found}")
-        entry = msgspec.json.decode(body, type=Entry)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestCorrupt(where, name, "an entry of the ledger", str(error)) from error
+    try:
+        entry = msgspec.json.decode(body, type=Entry)
+    except msgspec.DecodeError as error:
+        # It is as it was written: only not by this version.
+        raise ManifestCorrupt(
+            where,
+            name,
+            "an entry that this version knows",
+            f"one of a newer version of Everstep ({error})",
+        ) from error
     if entry.number != number:
         raise ManifestCorrupt(where, name, f"number {number}", f"number {entry.number}")
     return entry

@@ -115,6 +115,18 @@ class _Manifest1(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class FormatNewer(ManifestCorrupt):
+    """A newer version wrote the step. It is sound, so no older one is to be taken for it."""
+
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__(
+            where,
+            MANIFEST,
+            f"format {FORMAT} at most",
+            f"format {number}, of a newer version of Everstep, which reads it",
+        )
+
+
 def digest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
@@ -123,7 +135,8 @@ def decode_manifest(data: bytes, *, expected_digest: str, where: str) -> Checkpo
     """Read `everstep.json`.
 
     Raises:
-        ManifestCorrupt: its digest differs, it does not decode, or its format is newer.
+        ManifestCorrupt: its digest differs, or it does not decode.
+        FormatNewer: a newer version wrote it.
     """
     found = digest(data)
     if found != expected_digest:
@@ -131,9 +144,7 @@ def decode_manifest(data: bytes, *, expected_digest: str, where: str) -> Checkpo
     try:
         number = msgspec.json.decode(data, type=_Format).format
         if number not in _READABLE:
-            raise ManifestCorrupt(
-                where, MANIFEST, f"format {FORMAT} at most", f"format {number}, of a newer version"
-            )
+            raise FormatNewer(where, number)
         if number == 1:
             return msgspec.json.decode(data, type=_Manifest1).as_newest()
         return msgspec.json.decode(data, type=CheckpointManifest)
