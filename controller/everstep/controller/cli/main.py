@@ -29,7 +29,7 @@ COMMANDS = "everstep.commands"
 def demo(
     seed: Annotated[int | None, typer.Option(help="Draw another story.")] = None,
     program: Annotated[str, typer.Option(help="language-model or tiny.")] = "language-model",
-    steps: Annotated[int | None, typer.Option(help="Length of the training.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Length of the training, 60 or more.")] = None,
     folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path(
         ".everstep/demo"
     ),

@@ -13,6 +13,8 @@ of the same names in capitals:
 | `--logical-shards` | fixed parts of a batch | 12 |
 | `--reduction` | `ordered` or `fast` | ordered |
 | `--step-s` | seconds that a step takes at least, on a machine that is too fast to be watched | 0 |
+
+`PACE`, in the environment alone, keeps the training from outrunning a rehearsal: `examples.pace`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 import everstep.runtime as es
+from everstep.runtime.examples.pace import keep_pace
 
 VOCABULARY = 256
 CONTEXT = 64
@@ -206,6 +209,7 @@ def train(run: es.Run) -> None:
         state = {"params": params, "optimizer": optimizer_state}
         if settings.step_s:
             time.sleep(max(0.0, started_s + settings.step_s - time.monotonic()))
+        keep_pace(step, settings.steps)
         run.step_done(step, state, metrics)
 
 

@@ -12,6 +12,7 @@ A two-layer network learns the sum of its inputs. Everything is set by environme
 | `SPREAD` | 1: parameters are sharded across slices too | 0 |
 | `STEP_S` | seconds to sleep in each step | 0 |
 | `HASTE` | path of a file: no sleep in a step once it exists | |
+| `PACE` | path of a file with the steps that need not wait, see `examples.pace` | |
 | `FAULT` | what goes wrong, see `Fault` | none |
 | `FAULT_STEP`, `FAULT_RANK` | in which step, on which rank (-1: all) | 0, 0 |
 | `FAULT_ONCE` | path of a file: go wrong only while it does not exist, and create it | |
@@ -34,6 +35,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import everstep.runtime as es
+from everstep.runtime.examples.pace import keep_pace
 
 
 class Fault(Enum):
@@ -188,7 +190,8 @@ def train(run: es.Run) -> None:
     )
     update = make_update(jax.tree.map(lambda a: a.sharding, state))
     rows = dataset(setting("BATCH", 24))
-    for step in run.steps(setting("STEPS", 20)):
+    step_count = setting("STEPS", 20)
+    for step in run.steps(step_count):
         misbehave(run, step)
         if FAULT is Fault.RETURN and step == setting("FAULT_STEP", 0):
             return
@@ -197,6 +200,7 @@ def train(run: es.Run) -> None:
         state = update(state, gradients)
         if (pause_s := step_pause_s()) > 0:
             time.sleep(pause_s)
+        keep_pace(step, step_count)
         if FAULT is Fault.GROW_STATE and step >= setting("FAULT_STEP", 0):
             state = {**state, "extra": jnp.zeros(3)}
         told = {**state, "callback": print} if FAULT is Fault.UNSTORABLE else state

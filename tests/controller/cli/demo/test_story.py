@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.controller.cli.demo.command import demo
 from everstep.controller.cli.demo.story import (
     ALL,
+    STEP_COUNT_MIN,
     Act,
     Deed,
     LossBound,
@@ -40,9 +44,29 @@ def test_every_drawn_story_is_legal(seed: int, step_count: int) -> None:
     _check_legal(story)
 
 
-@pytest.mark.parametrize("step_count", [150, 160, 1000])
+@pytest.mark.parametrize("step_count", [STEP_COUNT_MIN, 61, 100, 150, 160, 1000])
 def test_the_standard_story_is_legal_at_any_length(step_count: int) -> None:
     _check_legal(standard_story(step_count))
+
+
+@given(seed=st.none() | st.integers(min_value=0), step_count=st.integers(STEP_COUNT_MIN, 1000))
+def test_the_training_may_reach_every_act_and_never_the_end_before_the_last_is_over(
+    seed: int | None, step_count: int
+) -> None:
+    story = standard_story(step_count) if seed is None else draw_story(seed, step_count)
+    bounds = [story.bound(number) for number in range(len(story.acts))]
+    assert bounds == sorted(bounds)
+    assert all(act.after_step <= bound for act, bound in zip(story.acts, bounds, strict=True))
+    assert bounds[-1] < step_count
+
+
+def test_too_few_steps_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "demo"
+    assert demo(program="tiny", steps=STEP_COUNT_MIN - 1, folder=folder) == 2
+    assert "--steps: found 59, expected 60 or more" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_many_seeds_draw_every_deed() -> None:

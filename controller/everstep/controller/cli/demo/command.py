@@ -17,7 +17,7 @@ from everstep.controller.cli.demo.program import PROGRAMS, Program
 from everstep.controller.cli.demo.run import Run, StageError
 from everstep.controller.cli.demo.show import View, check_table, recovery_table
 from everstep.controller.cli.demo.stage import Played, Stage, ended_afterwards, fresh_folder
-from everstep.controller.cli.demo.story import Story, draw_story, standard_story
+from everstep.controller.cli.demo.story import STEP_COUNT_MIN, Story, draw_story, standard_story
 from everstep.controller.cli.demo.verdict import Check, Result, judge_act, judge_end
 
 STEPS_DEFAULT = {"language-model": 160, "tiny": 120}
@@ -36,17 +36,25 @@ def demo(
     Args:
         seed: draws another story; None plays the standard one.
         program: `language-model` or `tiny`.
-        steps: length of the training.
+        steps: length of the training, 60 or more.
         folder: everything the demo writes goes there; its content is replaced.
         reference: result of an earlier undisturbed run of the same program and steps
             (`undisturbed.json`), to be compared with instead of running it again.
 
     Returns:
-        The exit code: 0 only if every promise held.
+        The exit code: 0 only if every promise held; 2 when there can be no such story.
     """
     console = Console()
     chosen = PROGRAMS[program]
-    step_count = steps or STEPS_DEFAULT[program]
+    step_count = STEPS_DEFAULT[program] if steps is None else steps
+    if step_count < STEP_COUNT_MIN:
+        Console(stderr=True).print(
+            f"error: --steps: found {step_count}, expected {STEP_COUNT_MIN} or more: in fewer "
+            f"there is no room for a story; {STEPS_DEFAULT[program]} when not given",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 2
     story = standard_story(step_count) if seed is None else draw_story(seed, step_count)
     began_s = time.monotonic()
     with View(console) as view:

@@ -58,13 +58,16 @@ class Stage:
         Raises:
             StageError: the job did not get where the act must leave it, before the deadline.
         """
-        self._apply()
         played: list[Played] = []
-        for act in self.story.acts:
+        self._keep_pace(0)
+        self._apply()
+        for number, act in enumerate(self.story.acts):
+            self._keep_pace(number)
             one = self._act(act)
             if one is None:
                 break
             played.append(one)
+        self._pace.unlink(missing_ok=True)
         if len(played) < self.story.acts_required:
             raise StageError(
                 f"the training ended before act {len(played) + 1} was over: "
@@ -91,8 +94,19 @@ class Stage:
 
     def _settings(self) -> dict[str, str]:
         # Nobody watches the steps of a run to which nothing happens.
-        pace: dict[str, str] = {} if self.story.acts else {"STEP_S": "0"}
+        pace = {"PACE": str(self._pace)} if self.story.acts else {"STEP_S": "0"}
         return {"STEPS": str(self.story.step_count)} | pace | self._environment
+
+    @property
+    def _pace(self) -> Path:
+        return (self.run.folder / f"{self.run.name}.pace").absolute()
+
+    def _keep_pace(self, number: int) -> None:
+        """Tell the training how far it may go at its own pace during an act."""
+        if self.story.acts:
+            draft = self._pace.with_suffix(".draft")
+            draft.write_text(str(self.story.bound(number)))
+            draft.replace(self._pace)
 
     def _act(self, act: Act) -> Played | None:
         """Play one act; None when the training ended before the act was over."""

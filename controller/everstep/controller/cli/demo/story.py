@@ -18,6 +18,10 @@ ALL = (SliceId(0), SliceId(1), SliceId(2))
 """The demo's slices."""
 
 
+STEP_COUNT_MIN = 60
+"""In fewer there is no room for the acts, with a checkpoint on disk before everything is killed."""
+
+
 class Deed(Enum):
     """What is done to the slices. The value is how the table at the end names it."""
 
@@ -91,15 +95,24 @@ class Story:
     step_count: int
     acts: tuple[Act, ...]
     acts_required: int
-    """How many acts must be over before the training is. A drawn story may be overtaken by the end
-    on a machine where a step is quick and a start is slow; the others may not."""
+    """How many acts must be over before the training is."""
+
+    def bound(self, number: int) -> int:
+        """How many steps the training may finish at its own pace until an act is over.
+
+        So far as the next act begins; in the last one half of what is left. From there on it waits
+        (`examples.pace` of the runtime), so that it cannot end before the story.
+        """
+        if number + 1 < len(self.acts):
+            return self.acts[number + 1].after_step
+        return (self.acts[number].after_step + self.step_count) // 2
 
 
 def standard_story(step_count: int) -> Story:
     """The story of the README.
 
     Args:
-        step_count: length of the training; the acts are spread over it. At least 150.
+        step_count: length of the training, at least `STEP_COUNT_MIN`; the acts are spread over it.
     """
     at = [round(step_count * share) for share in (0.1, 0.25, 0.4, 0.6, 0.8)]
     two, one = (SliceId(0), SliceId(2)), (SliceId(2),)
@@ -128,7 +141,7 @@ def draw_story(seed: int, step_count: int) -> Story:
 
     Args:
         seed: the same seed draws the same story.
-        step_count: length of the training.
+        step_count: length of the training, at least `STEP_COUNT_MIN`.
     """
     # A seeded generator handed in as a number keeps this pure: no entropy enters here.
     draw = random.Random(seed)
