@@ -189,6 +189,16 @@ def test_settings_are_resolved() -> None:
     assert settings.join_timeout_s == spec.runtime.timeouts.join_seconds
 
 
+def test_the_local_tier_is_resolved_and_there_is_none_by_default() -> None:
+    local = {"path": "/mnt/disk", "everySteps": 20}
+    job = good(checkpoint={"uri": "/tmp/x", "local": local})
+    assert decode_job(encode(job)) == job
+    settings = resolve_settings(job.spec)
+    assert (settings.local_path, settings.local_every_steps) == ("/mnt/disk", 20)
+    assert settings.local_latest == 2
+    assert resolve_settings(good().spec).local_path is None
+
+
 def test_a_job_without_cadence_still_makes_durable_steps() -> None:
     settings = resolve_settings(good().spec)
     assert settings.checkpoint_every_steps is None

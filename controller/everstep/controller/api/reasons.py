@@ -77,6 +77,7 @@ class Reason(Enum):
     STEP_COMMITTED = "StepCommitted"
     STORAGE_WRITE_FAILED = "StorageWriteFailed"
     RESTORED_FROM_MEMORY = "RestoredFromMemory"
+    RESTORED_FROM_DISKS = "RestoredFromDisks"
     RESTORED_FROM_STORAGE = "RestoredFromStorage"
     SOURCE_REJECTED = "SourceRejected"
     STEP_SET_ASIDE = "StepSetAside"
@@ -139,6 +140,7 @@ TABLE: dict[Reason, ReasonEntry] = {
     Reason.STEP_COMMITTED: _entry(_I, "A step was committed to durable storage."),
     Reason.STORAGE_WRITE_FAILED: _entry(_W, "A background write failed; that step does not exist."),
     Reason.RESTORED_FROM_MEMORY: _entry(_I, "The state came from host memory."),
+    Reason.RESTORED_FROM_DISKS: _entry(_I, "The state came from the hosts' own disks."),
     Reason.RESTORED_FROM_STORAGE: _entry(_I, "The state came from durable storage."),
     Reason.SOURCE_REJECTED: _entry(_W, "A source failed its checksum or could not be read."),
     Reason.STEP_SET_ASIDE: _entry(_W, "A step crashed the worker twice right after its restore."),

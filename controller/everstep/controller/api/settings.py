@@ -28,7 +28,7 @@ def resolve_settings(spec: JobSpec) -> Settings:
         path = "spec.checkpoint.snapshot.memory"
         problem = Problem(path=path, found=repr(memory), expected="a quantity, for example 16Gi")
         raise SpecError((problem,))
-    every = snapshot.every_steps
+    every, local = snapshot.every_steps, checkpoint.local
     return Settings(
         checkpoint_uri=checkpoint.uri,
         checkpoint_every_steps=checkpoint.every_steps,
@@ -39,6 +39,9 @@ def resolve_settings(spec: JobSpec) -> Settings:
         snapshot_slots=snapshot.slots,
         snapshot_bytes_max=bytes_max,
         snapshot_replicas=snapshot.replicas,
+        local_path=None if local is None else local.path,
+        local_every_steps=None if local is None else local.every_steps,
+        local_latest=2 if local is None else local.latest,
         report_interval_s=timeouts.report_interval_seconds,
         report_timeout_s=timeouts.report_seconds,
         progress_timeout_s=timeouts.progress_seconds,

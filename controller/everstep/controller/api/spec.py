@@ -149,6 +149,15 @@ class Snapshot(_Node, frozen=True, kw_only=True):
     replicas: int = 0
 
 
+class Local(_Node, frozen=True, kw_only=True):
+    """The local tier: snapshots on a disk of each host, which outlives its pod."""
+
+    path: str
+    every_steps: int | None = None
+    """Default: each snapshot."""
+    latest: int = 2
+
+
 class Checkpoint(_Node, frozen=True, kw_only=True):
     uri: str
     every_steps: int | None = None
@@ -156,6 +165,8 @@ class Checkpoint(_Node, frozen=True, kw_only=True):
     retention: Retention = Retention()
     emergency: Emergency = Emergency()
     snapshot: Snapshot = Snapshot()
+    local: Local | None = None
+    """Default: none."""
 
 
 class Disruption(_Node, frozen=True, kw_only=True):

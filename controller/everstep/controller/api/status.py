@@ -111,6 +111,8 @@ class Recovery(_Node, frozen=True, kw_only=True):
     own_bytes: int = 0
     peer_bytes: int = 0
     storage_bytes: int = 0
+    local_bytes: int = 0
+    """From disks of hosts."""
     detect_s: float | None = None
     """First trace of the cause → persisted decision."""
     drain_s: float | None = None

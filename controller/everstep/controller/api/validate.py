@@ -30,6 +30,7 @@ from everstep.controller.api.template_rules import judge_template
 _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
 _HOSTS_PER_SLICE_MAX = 4096
 _SNAPSHOT_SLOTS_MIN = 2
+_LOCAL_COPIES_MAX = 64
 _PORT_MAX = 65535
 
 
@@ -152,6 +153,19 @@ def _judge_checkpoint(found: Problems, spec: JobSpec) -> None:
         margin = emergency.safety_margin_seconds
         found.add(f"{at}.emergency.safetyMarginSeconds", margin, expected)
     _judge_snapshot(found, checkpoint, spec.slices)
+    _judge_local(found, checkpoint)
+
+
+def _judge_local(found: Problems, checkpoint: Checkpoint) -> None:
+    at, local = "spec.checkpoint.local", checkpoint.local
+    if local is None:
+        return
+    path = local.path
+    is_folder = path.startswith("/") and path.strip("/") != "" and path == path.strip()
+    if not is_folder or "\0" in path or ".." in path.split("/"):
+        found.add(f"{at}.path", path, "/absolute/path on a disk of each host")
+    found.count(f"{at}.everySteps", local.every_steps)
+    found.count(f"{at}.latest", local.latest, most=_LOCAL_COPIES_MAX)
 
 
 def _judge_snapshot(found: Problems, checkpoint: Checkpoint, slices: Slices) -> None:

@@ -89,6 +89,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start_grace_s: float
     """How long a worker may take to its first finished step (compile included) before the
     progress timeout applies to it."""
+    local_path: str | None = None
+    """Folder of the local tier on each host's own disk; None means none."""
+    local_every_steps: int | None = None
+    """None means each snapshot."""
+    local_latest: int = 2
     restart_fresh: bool = False
     """Start over an existing run at step 0: an explicit switch, never a consequence of an error."""
 

@@ -89,6 +89,9 @@ def tell_restore(turn: Turn, row: Recovery, figures: Sequence[RestoreFigures]) -
     if row.storage_bytes or row.source == "storage":
         text = f"{row.storage_bytes} bytes of step {step} were in no host's memory any more."
         turn.tell(f"restored-{n}", Reason.RESTORED_FROM_STORAGE, text)
+    elif row.local_bytes:
+        text = f"{row.local_bytes} bytes of step {step} came from disks of hosts."
+        turn.tell(f"restored-{n}", Reason.RESTORED_FROM_DISKS, text)
     elif row.source == "memory":
         text = f"Step {step}: {row.own_bytes} bytes from own memory, {row.peer_bytes} from peers."
         turn.tell(f"restored-{n}", Reason.RESTORED_FROM_MEMORY, text)

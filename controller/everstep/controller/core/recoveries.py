@@ -87,6 +87,7 @@ def _complete(turn: Turn, turnover: Turnover, figures: list[RestoreFigures]) -> 
         own_bytes=sum(one.own_bytes for one in figures),
         peer_bytes=sum(one.peer_bytes for one in figures),
         storage_bytes=sum(one.storage_bytes for one in figures),
+        local_bytes=sum(one.local_bytes for one in figures),
         join_s=_rounded(max(one.join_s + one.start_s for one in figures)),
         restore_s=_rounded(max(one.restore_s for one in figures)),
         first_step_s=_rounded(max(spans)) if spans else None,
