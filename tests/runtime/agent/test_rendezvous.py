@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent_values import ROWS, TREE, directive, holding, host, inventory
 from everstep.controller.api.ids import Incarnation, Step
@@ -215,3 +216,71 @@ def test_whatever_is_held_the_choice_is_whole_and_the_newest_such(
         assert len({h.incarnation for h in choice.holdings}) <= 1
         if choice.holdings and not choice.is_in_storage:
             assert not find_gaps(TREE, choice.holdings)
+
+
+def on_disk(slice_id: int, step: int, incarnation: int = 1) -> Inventory:
+    """What a host offers that was started anew: half of the state, on its disk."""
+    rows = (slice_id * ROWS // 2, (slice_id + 1) * ROWS // 2)
+    found = holding(host(slice_id), step, rows, incarnation=incarnation)
+    return inventory(replace(found, is_local=True))
+
+
+def test_disks_that_are_whole_together_give_a_step_that_is_newer_than_any_commit() -> None:
+    found = choose([on_disk(0, 9), on_disk(1, 9)], [committed(5)])
+    assert isinstance(found, Choice)
+    assert (found.step, found.is_in_storage, len(found.holdings)) == (9, False, 2)
+
+
+def test_half_of_a_step_on_disks_is_no_step() -> None:
+    found = choose([on_disk(0, 9)], [committed(5)])
+    assert found == Choice(step=Step(5), is_in_storage=True)
+
+
+def test_a_disk_fills_up_what_memory_holds_of_the_same_step() -> None:
+    in_memory = inventory(holding(host(0), 9, (0, ROWS // 2)))
+    found = choose([in_memory, on_disk(1, 9)], [])
+    assert isinstance(found, Choice)
+    assert found.step == 9
+
+
+@pytest.mark.parametrize(
+    ("commits", "step"),
+    [
+        pytest.param([committed(10)], 10, id="a newer step is committed"),
+        pytest.param([committed(9, 2)], 9, id="another content of the step is committed"),
+        pytest.param([committed(9, None)], 9, id="the content of the committed step is unknown"),
+        pytest.param([committed(8, 2)], 8, id="a later incarnation has committed an older step"),
+    ],
+)
+def test_a_disk_is_never_trusted_over_a_commit(  # R5
+    commits: list[Committed], step: int
+) -> None:
+    found = choose([on_disk(0, 9), on_disk(1, 9)], commits)
+    assert found == Choice(step=Step(step), is_in_storage=True)
+
+
+def test_a_disk_serves_the_very_content_that_is_committed() -> None:
+    found = choose([on_disk(0, 9)], [committed(9, 1)])
+    assert isinstance(found, Choice)
+    assert (found.step, found.is_in_storage, len(found.holdings)) == (9, True, 1)
+
+
+def test_disks_alone_are_not_gone_on_from_while_storage_cannot_be_read() -> None:  # R4, R5
+    found = choose([on_disk(0, 9), on_disk(1, 9)], "no answer")
+    assert isinstance(found, NoChoice)
+    assert "no answer" in found.why
+
+
+def test_a_worker_is_handed_its_memory_and_not_its_disk() -> None:
+    joins = {
+        host(number): replace(join(number, incarnation=2), inventory=on_disk(number, 9))
+        for number in (0, 1)
+    }
+    gathering = Gathering(directive=directive(2, [0, 1]), joins=joins)
+    choice = choose([one.inventory for one in joins.values()], [])
+    assert isinstance(choice, Choice)
+    answers = answer(gathering, choice, Place(coordinator_address="", uri="/run"))
+    assignment = answers[host(0)].assignment
+    assert assignment is not None
+    assert assignment.own_slots == ()
+    assert [h.is_local for h in assignment.holdings] == [True, True]

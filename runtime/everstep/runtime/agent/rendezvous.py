@@ -4,7 +4,9 @@ The lead gathers one `Join` of every member host, then `choose` finds the step a
 the answers. Numbered invariants: (R1) one answer for all: every host of an incarnation is told the
 same step, roster and coordinator; (R2) the step is one that can be restored whole; (R3) regions of
 different incarnations of a step are never mixed, since a step that was run again need not have the
-same bits; (R4) a step is never chosen because a source could not be read.
+same bits; (R4) a step is never chosen because a source could not be read; (R5) what lies on a
+host's disk is never trusted over a commit: not where what is committed cannot be known, not for
+another content of a committed step, and not when a later incarnation has committed.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def choose(
         step_committed: known to be committed, should storage not answer: memory that is older is
             then not gone back to.
     """
-    groups, trees = _group(inventories, set_aside)
+    groups, trees = _group(inventories, commits, set_aside)
     stored = (
         {c.step: c for c in commits if c.step not in set_aside}
         if not isinstance(commits, str)
@@ -141,13 +143,17 @@ def choose(
 
 
 def _group(
-    inventories: Sequence[Inventory], set_aside: Sequence[Step]
+    inventories: Sequence[Inventory],
+    commits: Sequence[Committed] | str,
+    set_aside: Sequence[Step],
 ) -> tuple[dict[_Group, list[Holding]], dict[str, TreeSpec]]:
     groups: defaultdict[_Group, list[Holding]] = defaultdict(list)
     trees: dict[str, TreeSpec] = {}
     for inventory in inventories:
         trees.update(inventory.trees)
         for holding in inventory.holdings:
+            if holding.is_local and not _is_trusted(holding, commits):
+                continue
             if holding.step not in set_aside and holding.fingerprint in inventory.trees:
                 group = (holding.step, holding.incarnation, holding.fingerprint)
                 groups[group].append(holding)
@@ -155,6 +161,17 @@ def _group(
         group: sorted(holdings, key=lambda h: (h.host, h.id)) for group, holdings in groups.items()
     }
     return ordered, trees
+
+
+def _is_trusted(holding: Holding, commits: Sequence[Committed] | str) -> bool:
+    """Whether what is on a disk may stand for its step (R5)."""
+    if isinstance(commits, str):
+        return False
+    return all(
+        (c.step != holding.step or c.held_in == holding.incarnation)
+        and (c.held_in is None or c.held_in <= holding.incarnation)
+        for c in commits
+    )
 
 
 def _start_fresh(
@@ -209,7 +226,7 @@ def assign(gathering: Gathering, choice: Choice, place: Place) -> dict[HostId, A
             fingerprint=choice.fingerprint,
             storage=storage,
             step_before=step_before,
-            own_slots=tuple(h.id for h in own),
+            own_slots=tuple(h.id for h in own if not h.is_local),
         )
     return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,7 @@ from everstep.runtime.disk.record import (
     run_folder,
     size_bytes,
 )
-from everstep.runtime.errors import EverstepError, StorageRefused
+from everstep.runtime.errors import EverstepError, StorageRefused, StorageUnavailable
 from everstep.runtime.layout.checksums import crc_of
 from everstep.runtime.layout.manifest import BLOCK_BYTES, Plot, SnapshotManifest
 from everstep.runtime.storage.posix import PosixStore, sync_directory, translated
@@ -105,6 +105,7 @@ class DiskTier:
         host: HostId,
         digest: str,
         step_durable: Step | None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> CopyRecord:
         """Write a copy, then delete what it makes needless.
 
@@ -115,10 +116,11 @@ class DiskTier:
             host: that held it.
             digest: see `CopyRecord`.
             step_durable: newest step that durable storage has, as far as is known.
+            is_wanted: asked before each block; False gives the copy up.
 
         Raises:
             StorageRefused: no room (with the figures), read-only, no permission.
-            StorageUnavailable: the disk fails.
+            StorageUnavailable: the disk fails, or the copy was given up.
 
         Durability: on return the copy outlives any crash. After a crash within it is whole or
         it is none, and every earlier copy that stays is whole.
@@ -143,7 +145,7 @@ class DiskTier:
                         incarnation=incarnation,
                         host=host,
                         plot=content.plot,
-                        crcs=_write_bytes(os.path.join(full, bytes_name(name)), content),
+                        crcs=_write_bytes(os.path.join(full, bytes_name(name)), content, is_wanted),
                         extra=dict(content.extra),
                     )
                     for name, content in contents.items()
@@ -279,7 +281,9 @@ def _is_at(descriptor: int, path: str) -> bool:
     return (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino)
 
 
-def _write_bytes(path: str, content: Content) -> tuple[tuple[int, ...], ...]:
+def _write_bytes(
+    path: str, content: Content, is_wanted: Callable[[], bool]
+) -> tuple[tuple[int, ...], ...]:
     """Write an item's bytes, synced; returns the checksums of their blocks."""
     known = content.crcs
     crcs: list[tuple[int, ...]] = []
@@ -290,6 +294,8 @@ def _write_bytes(path: str, content: Content) -> tuple[tuple[int, ...], ...]:
             found: list[int] = []
             for start in range(0, data.size, BLOCK_BYTES):
                 block = data[start : start + BLOCK_BYTES]
+                if not is_wanted():
+                    raise StorageUnavailable(f"{path}: given up: the memory is needed")
                 if known is None:
                     found.append(crc_of(block))
                 _write_all(descriptor, block, shard.offset + start)

@@ -75,6 +75,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     fingerprint: str
     shards: tuple[Shard, ...]
+    is_local: bool = False
+    """Whether it is on a disk of the host: then it may be of a past that storage has overtaken."""
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,10 @@ class OpenedSources:
             peer.close()
 
     def _peer(self, holding: Holding) -> PeerMemory:
-        if holding.host == self._order.host:
+        if holding.is_local:
+            is_own = holding.host == self._order.host
+            kind = SourceKind.LOCAL if is_own else SourceKind.PEER_LOCAL
+        elif holding.host == self._order.host:
             kind = SourceKind.OWN
         elif holding.host.slice == self._order.host.slice:
             kind = SourceKind.PEER_SLICE

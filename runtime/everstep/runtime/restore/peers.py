@@ -59,7 +59,8 @@ class PeerMemory:
         wait_s: float = NOT_YET_WAIT_S,
     ) -> None:
         self.kind = kind
-        self.name = f"memory of host {holding.host} at {holding.address}:{holding.port}"
+        what = "disk" if holding.is_local else "memory"
+        self.name = f"{what} of host {holding.host} at {holding.address}:{holding.port}"
         self.holding = holding
         self._incarnation = incarnation
         self._headers = {

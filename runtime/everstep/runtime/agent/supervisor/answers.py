@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from everstep.controller.api.ids import Incarnation, Step
@@ -113,6 +113,8 @@ class HostAnswers:
         if not snapshots.has_grant:
             # A write to storage may have all slots; the request goes first.
             self._host.checkpoints.yield_slots()
+            if self._host.local is not None:
+                self._host.local.yield_slots()
             snapshots.grant()
         # A repeated proposal does not take back the confirmation that overtook it.
         leaves = hold.leave or (scope.hold_armed == hold.step and scope.hold_leaves)
@@ -166,12 +168,21 @@ class HostAnswers:
         self._host.note_committed(committed.step, committed.committed_at_s)
 
     def manifest(self, holding_id: str) -> SnapshotManifest:
+        local = self._host.local
+        if local is not None and local.has(holding_id):
+            return local.manifest(holding_id)
         return self._present().manifest(holding_id)
 
     def pin(self, holding_id: str) -> AbstractContextManager[None]:
+        local = self._host.local
+        if local is not None and local.has(holding_id):
+            return nullcontext()
         return self._present().pin(holding_id)
 
     def holding_fd(self, holding_id: str) -> int:
+        local = self._host.local
+        if local is not None and local.has(holding_id):
+            return local.fd(holding_id)
         return self._present().shelf.fd(holding_id)
 
 

@@ -33,6 +33,7 @@ from everstep.runtime.agent.supervisor.coordination import Coordination
 from everstep.runtime.agent.supervisor.following import Following
 from everstep.runtime.agent.supervisor.holding import serve_request
 from everstep.runtime.agent.supervisor.joining import LeadJoin, Preparations, ask_lead
+from everstep.runtime.agent.supervisor.local_copies import LocalCopies
 from everstep.runtime.agent.supervisor.members import Members
 from everstep.runtime.agent.supervisor.parcels import Parcels
 from everstep.runtime.agent.supervisor.programs import ExitStatus, Program, ProgramEnded
@@ -66,6 +67,7 @@ class Host:
         self.options = options
         self.session = Session(host=options.host, job_uid=options.job_uid)
         self.snapshots: Snapshots | None = None
+        self.local: LocalCopies | None = None
         self.scope: Scope | None = None
         self.following: Following | None = None
         self.clock = clock
@@ -140,6 +142,8 @@ class Host:
         await self.client.close()
         await runner.cleanup()
         self.checkpoints.close()
+        if self.local is not None:
+            self.local.close()
         if self.snapshots is not None:
             self.snapshots.close()
         self.channel.close()
@@ -183,6 +187,9 @@ class Host:
             self._leave(EXIT_USAGE)
             return
         self.snapshots = Snapshots(self.options.host, directive.settings, self.log)
+        settings = directive.settings
+        if settings.local_path is not None:
+            self.local = LocalCopies(self, settings.local_path, settings, self.snapshots)
 
     async def _poll(self) -> None:
         renewed_s = self.clock.monotonic_s()
@@ -322,6 +329,8 @@ class Host:
         while self._burials:
             await asyncio.wait(set(self._burials))
         inventory = await self.answers.holdings(None)
+        if self.local is not None:
+            inventory = await self.local.offer_beside(inventory)
         join = Join(
             incarnation=scope.incarnation,
             host=self.options.host,
@@ -389,6 +398,8 @@ class Host:
             if scope.directive.settings.snapshot_every_steps is None:
                 scope.spawn(tune_cadence(self, scope), "cadence")
         self.parcels.begin(scope)
+        if self.local is not None:
+            scope.spawn(self.local.keep_writing(scope), "local copies")
         self.feed(events.WorkerStarted(incarnation=scope.incarnation, at_s=self.clock.unix_s()))
 
     def _not_started(
