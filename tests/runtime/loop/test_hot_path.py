@@ -1,4 +1,4 @@
-"""What an ordinary step pays: some tens of microseconds, no system call."""
+"""What an ordinary step pays: no system call. What it takes is measured by a benchmark."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
-from everstep.runtime.testing.memory_keeper import MemoryKeeper
-
 STEPS = 2000
-BUDGET_S = 50e-6
 
 PROGRAM = f"""
 import os
@@ -33,20 +28,6 @@ for _ in range({STEPS}):
 os.getpgid(os.getpid())
 os._exit(0)
 """
-
-
-def test_a_step_without_a_snapshot_pays_less_than_50_microseconds() -> None:
-    run = MemoryKeeper().start()
-    state = run.restore(lambda: {"w": jnp.zeros(8)})
-    loss = jnp.float32(0.5)
-    costs: list[float] = []
-    for step in run.steps(STEPS):
-        started_s = time.perf_counter()
-        run.step_done(step, state, {"loss": loss})
-        costs.append(time.perf_counter() - started_s)
-    # The median: a machine that is busy with other things interrupts some of the steps.
-    median_s = sorted(costs)[len(costs) // 2]
-    assert median_s < BUDGET_S, f"{median_s * 1e6:.1f} µs"
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
