@@ -18,13 +18,30 @@ from everstep.controller.core.plan import plan
 from everstep.controller.local.watch import LocalWatch
 from everstep.controller.local.world import LocalWorld
 from everstep.controller.ops.clock import SystemClock, fresh_token
+from everstep.controller.reconcile import driver
 from everstep.controller.reconcile.driver import Driver
 from everstep.controller.reconcile.reconciler import Reconciler
 from local_rig import PATIENT, LocalRig, silent_log
 from reports import write_report
 
 pytestmark = pytest.mark.processes
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
+PATIENT_TIMEOUTS = {
+    "timeouts": {
+        "reportIntervalSeconds": 1,
+        "reportSeconds": 600,
+        "progressSeconds": 600,
+        "joinSeconds": 600,
+        "startSeconds": 600,
+    }
+}
+"""Nothing is decided on because somebody was silent."""
+
+
+@pytest.fixture(autouse=True)
+def without_backstop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens here was told by the world: the slow look at every job comes never."""
+    monkeypatch.setattr(driver, "BACKSTOP_S", 3600.0)
 
 
 @asynccontextmanager
@@ -43,13 +60,12 @@ async def _driven(rig: LocalRig, *, idle_s: float | None = None) -> AsyncGenerat
             await asyncio.wait_for(running, PATIENCE_S)
 
 
-async def _until(condition: Callable[[], object], what: str) -> float:
-    """Wait for a condition without touching the world; return the seconds it took."""
+async def _until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition without touching the world."""
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < PATIENCE_S, f"waited for {what}"
         await asyncio.sleep(0.002)
-    return time.monotonic() - began_s
 
 
 def _run(test: Callable[[], Awaitable[None]]) -> None:
@@ -70,7 +86,7 @@ def _all_report(rig: LocalRig) -> None:
 
 @asynccontextmanager
 async def _training(rig: LocalRig, root: Path) -> AsyncGenerator[Driver]:
-    rig.add_job(root=root, slices=2)
+    rig.add_job(root=root, slices=2, runtime=PATIENT_TIMEOUTS)
     async with _driven(rig) as driver:
         await _until(lambda: len(rig.agents()) == 2, "both agents")
         await _until(lambda: _incarnation(rig) == 1, "incarnation 1")
@@ -81,9 +97,8 @@ async def _training(rig: LocalRig, root: Path) -> AsyncGenerator[Driver]:
 def test_a_job_that_is_applied_later_is_started_at_once(rig: LocalRig, tmp_path: Path) -> None:
     async def test() -> None:
         async with _driven(rig):
-            rig.add_job(root=tmp_path, slices=2)
-            took_s = await _until(lambda: len(rig.agents()) == 2, "both agents")
-            assert took_s < 3.0, "the backstop found it, not the watch"
+            rig.add_job(root=tmp_path, slices=2, runtime=PATIENT_TIMEOUTS)
+            await _until(lambda: len(rig.agents()) == 2, "both agents")
 
     _run(test)
 
@@ -94,8 +109,7 @@ def test_an_agents_end_is_decided_on_long_before_any_backstop(
     async def test() -> None:
         async with _training(rig, tmp_path):
             rig.kill_agent(HostId(SliceId(1), 0))
-            took_s = await _until(lambda: _incarnation(rig) == 2, "the loss to be decided on")
-            assert took_s < 2.0
+            await _until(lambda: _incarnation(rig) == 2, "the loss to be decided on")
 
     _run(test)
 
@@ -110,8 +124,7 @@ def test_the_end_of_an_agent_that_another_controller_started_is_seen_too(
         async with _driven(rig):
             _all_report(rig)
             rig.kill_agent(HostId(SliceId(1), 0))
-            took_s = await _until(lambda: _incarnation(rig) == 2, "the loss to be decided on")
-            assert took_s < 2.0
+            await _until(lambda: _incarnation(rig) == 2, "the loss to be decided on")
 
     _run(test)
 
@@ -127,10 +140,9 @@ def test_a_report_is_answered_long_before_any_backstop(rig: LocalRig, tmp_path: 
                 phase=HostPhase.RUNNING,
                 step=77,
             )
-            took_s = await _until(
+            await _until(
                 lambda: rig.world.store.read("llm").status.step == 77, "the step to be published"
             )
-            assert took_s < 2.0
 
     _run(test)
 
@@ -162,7 +174,7 @@ def test_a_failing_action_is_tried_again_until_it_succeeds(tmp_path: Path) -> No
             super().perform(job, action)
 
     rig = LocalRig(tmp_path, PATIENT, Reluctant)
-    rig.add_job(root=tmp_path, slices=2)
+    rig.add_job(root=tmp_path, slices=2, runtime=PATIENT_TIMEOUTS)
 
     async def test() -> None:
         async with _driven(rig):
@@ -177,7 +189,7 @@ def test_a_failing_action_is_tried_again_until_it_succeeds(tmp_path: Path) -> No
 
 
 def test_a_driver_that_nobody_needs_ends_by_itself(rig: LocalRig, tmp_path: Path) -> None:
-    rig.add_job(root=tmp_path, slices=2)
+    rig.add_job(root=tmp_path, slices=2, runtime=PATIENT_TIMEOUTS)
     rig.world.store.edit("llm", lambda spec: replace(spec, suspend=True))
 
     async def test() -> None:
