@@ -18,11 +18,13 @@ from everstep.runtime.disk.record import (
 )
 from everstep.runtime.errors import (
     CheckpointInvalid,
+    ChecksumMismatch,
     EverstepError,
     ManifestCorrupt,
     StorageUnavailable,
 )
-from everstep.runtime.layout.manifest import SnapshotManifest
+from everstep.runtime.layout.checksums import crc_of
+from everstep.runtime.layout.manifest import BLOCK_BYTES, SnapshotManifest
 from everstep.runtime.storage.posix import PosixStore
 from everstep.runtime.storage.store import StorageMissing
 
@@ -77,6 +79,25 @@ class LocalBytes:
             if not count:
                 raise StorageUnavailable(f"{self.path} ends at byte {offset + done}")
             done += count
+
+    def verify(self) -> None:
+        """Read all of it once.
+
+        Raises:
+            ChecksumMismatch: names the leaf and its region.
+            StorageUnavailable: the disk does not give it.
+        """
+        plot = self._manifest.plot
+        block = np.empty(BLOCK_BYTES, np.uint8)
+        for shard, crcs in zip(plot.shards, self._manifest.crcs, strict=True):
+            for number, expected in enumerate(crcs):
+                start = number * BLOCK_BYTES
+                part = block[: min(BLOCK_BYTES, shard.size_bytes - start)]
+                self.read_into(shard.offset + start, part)
+                if (found := crc_of(part)) != expected:
+                    box = shard.box
+                    where = f"{plot.tree.leaves[shard.leaf].name} {box.start} to {box.stop}"
+                    raise ChecksumMismatch(self.path, where, expected, found)
 
     def close(self) -> None:
         """Give the file up; again is no error."""

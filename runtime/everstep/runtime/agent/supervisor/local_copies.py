@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from everstep.runtime.agent.supervisor.snapshots import Snapshots
 
 LOOK_S = 10.0
+VERIFY_S = 300.0
+"""So long a join waits for the disk: to say what it has, and to read it all."""
 
 
 class LocalCopies:
@@ -59,12 +61,16 @@ class LocalCopies:
 
         Blocking: a disk that does not answer is waited for `LOOK_S` at most.
         """
+        # What an incarnation that came to nothing was offered is read through before it is
+        # offered again; otherwise whoever restores finds out, and no join waits for that.
+        is_suspect = bool(self._offered)
+        limit_s = VERIFY_S if is_suspect else LOOK_S
         self._forget()
         try:
-            async with asyncio.timeout(LOOK_S):
-                found = await asyncio.to_thread(self._find)
+            async with asyncio.timeout(limit_s):
+                found = await asyncio.to_thread(self._find, is_suspect)
         except TimeoutError:
-            why = f"{self._path}: no answer within {LOOK_S:g} s"
+            why = f"{self._path}: no answer within {limit_s:g} s"
             self._host.log.warning("a local copy is passed over", why=why)
             return inventory
         holdings, trees = list(inventory.holdings), dict(inventory.trees)
@@ -91,7 +97,7 @@ class LocalCopies:
             )
         return Inventory(holdings=tuple(holdings), trees=trees)
 
-    def _find(self) -> list[tuple[LocalCopy, LocalBytes]]:
+    def _find(self, is_suspect: bool) -> list[tuple[LocalCopy, LocalBytes]]:
         """Also copies of other hosts: a host may have been another one on this machine."""
         # One that is being written just now is none yet, and nothing is wrong with it.
         log = self._host.log.info if self._is_writing else self._host.log.warning
@@ -102,9 +108,18 @@ class LocalCopies:
         found: list[tuple[LocalCopy, LocalBytes]] = []
         for copy in copies:
             try:
-                found.append((copy, copy.open(STATE)))
+                opened = copy.open(STATE)
             except (EverstepError, KeyError) as error:
                 passed = (*passed, str(error))
+                continue
+            try:
+                if is_suspect:
+                    opened.verify()
+            except EverstepError as error:
+                opened.close()
+                passed = (*passed, str(error))
+            else:
+                found.append((copy, opened))
         for words in passed:
             log("a local copy is passed over", why=words)
         return found
