@@ -152,6 +152,7 @@ def test_an_unknown_job_is_not_found(store: Store) -> None:
 
 # The child does nothing of jax, which another test may have brought up in this process.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_replaced_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_durable(path, b"old" * 1000)

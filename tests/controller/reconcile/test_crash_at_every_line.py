@@ -36,7 +36,10 @@ from local_rig import LocalRig, silent_log
 from reports import write_report
 
 # The child does nothing of jax, which another test may have brought up in this process.
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+]
 
 WRITERS = frozenset(
     str(Path(room.__path__[0]) / name)

@@ -30,9 +30,9 @@ PATIENT_TIMEOUTS = {
     "timeouts": {
         "reportIntervalSeconds": 1,
         "reportSeconds": 600,
-        "progressSeconds": 600,
-        "joinSeconds": 600,
-        "startSeconds": 600,
+        "progressSeconds": 700,
+        "joinSeconds": 800,
+        "startSeconds": 900,
     }
 }
 """Nothing is decided on because somebody was silent."""
