@@ -89,6 +89,8 @@ class Driver:
                 return
             due_s = self._queue.next_due_s()
             until_s = backstop_s if due_s is None else min(due_s, backstop_s)
+            if idle_s is not None and not self._busy:
+                until_s = min(until_s, idle_since_s + idle_s)
             for changed in sorted(await self._signals.wait(max(0.0, until_s - now_s))):
                 self._queue = self._queue.add(changed, self._clock.monotonic_s())
 
