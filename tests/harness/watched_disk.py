@@ -104,9 +104,15 @@ def watched(root: str, watch: Watch) -> Generator[None]:
         see("merge", arrays.path)
         return real["merge"](arrays, *rest)
 
-    for name, call in (("open", open_), ("close", close), ("write", write), ("writev", writev)):
-        replace(name, call)
-    for name, call in (("fsync", fsync), ("preadv", preadv)):
+    calls: dict[str, Callable[..., Any]] = {
+        "open": open_,
+        "close": close,
+        "write": write,
+        "writev": writev,
+        "fsync": fsync,
+        "preadv": preadv,
+    }
+    for name, call in calls.items():
         replace(name, call)
     for name in ("rename", "link"):
         replace(name, of_two(name))
@@ -122,6 +128,6 @@ def watched(root: str, watch: Watch) -> Generator[None]:
         yield
     finally:
         builtins.open = real.pop("builtin")
-        commit.merge = real.pop("merge")
+        setattr(commit, "merge", real.pop("merge"))  # noqa: B010 - it is no name of the module's own
         for name, call in real.items():
             setattr(os, name, call)

@@ -53,7 +53,8 @@ class Breaking:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: int | None = None
-        self._number, self._kinds = 0, None
+        self._number = 0
+        self._kinds: tuple[str, ...] | None = None
         self.first: Operation | None = None
         """The operation that failed first."""
 
