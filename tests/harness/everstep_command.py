@@ -7,6 +7,8 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,13 @@ class Everstep:
     def invoke(self, *words: str) -> Result:
         return CliRunner().invoke(app, ["local", *words], env=self.environment)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start a command that goes on, in a process group of its own, as a shell does."""
-        return subprocess.Popen(
+    @contextmanager
+    def start(self, *words: str) -> Generator[subprocess.Popen[str]]:
+        """Start a command that goes on, in a process group of its own, as a shell does.
+
+        It is ended with the block: a test that failed does not wait for it.
+        """
+        with subprocess.Popen(
             self.command(*words),
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -82,7 +88,12 @@ class Everstep:
             text=True,
             cwd=self.root,
             process_group=0,
-        )
+        ) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def job_file(self, name: str = "llm", **options: Any) -> str:
         words = ("true", *options.pop("words", ("steps=1000000",)))
