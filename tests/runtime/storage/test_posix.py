@@ -260,3 +260,26 @@ def test_reading_from_an_unmade_folder_makes_none(tmp_path: Path) -> None:
     with pytest.raises(StorageMissing):
         store.read("a")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_sync_of_what_others_wrote_is_not_tried_again_where_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step/index").write_bytes(b"by the array library")
+    real, failed = os.fsync, list[str]()
+
+    def fsync(descriptor: int) -> None:
+        # As the system does: an error once, and then no more word of it.
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("/index") and not failed:
+            failed.append(name)
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = PosixStore(str(tmp_path))
+    with pytest.raises(StorageRefused, match=r"step/index.*failed sync"):
+        store.write_together("step", {"a": b"1"}, unsynced=["index"])
+    assert failed
+    assert not any(name.endswith(".tmp") for name in os.listdir(tmp_path / "step"))

@@ -141,7 +141,10 @@ class PosixStore:
                     # All names are synced at the end.
                     os.makedirs(os.path.dirname(full), exist_ok=True)
                     made[full] = _write_temporary(full, data, is_synced=False)
-                syncing.files([*made.values(), *(os.path.join(top, path) for path in unsynced)])
+                syncing.all(
+                    [(_sync_file, temporary) for temporary in made.values()]
+                    + [(_sync_of_others, os.path.join(top, path)) for path in unsynced]
+                )
                 while made:
                     full, temporary = next(iter(made.items()))
                     os.rename(temporary, full)
@@ -149,7 +152,7 @@ class PosixStore:
             finally:
                 for temporary in made.values():
                     _forget(temporary)
-            syncing.folders(self._folders_to_settle(top))
+            syncing.all([(sync_directory, one) for one in self._folders_to_settle(top)])
 
     @_operation
     def create_exclusive(self, path: str, data: bytes) -> bool:
@@ -185,7 +188,8 @@ class PosixStore:
     @_operation
     def settle(self, folder: str) -> None:
         with _Syncing() as syncing:
-            syncing.folders(self._folders_to_settle(self.full(checked(folder))))
+            folders = self._folders_to_settle(self.full(checked(folder)))
+            syncing.all([(sync_directory, one) for one in folders])
 
     def _folders_to_settle(self, full: str) -> Sequence[str]:
         found = [directory for directory, _, _ in os.walk(full)]
@@ -234,15 +238,9 @@ class _Syncing:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def files(self, paths: Sequence[str]) -> None:
-        self._all(_sync_file, paths)
-
-    def folders(self, paths: Sequence[str]) -> None:
-        self._all(sync_directory, paths)
-
-    def _all(self, sync: Callable[[str], None], paths: Sequence[str]) -> None:
+    def all(self, syncs: Sequence[tuple[Callable[[str], None], str]]) -> None:
         # All are waited for before an error is raised: nobody works behind the caller's back.
-        tasks = [self._threads.submit(sync, path) for path in paths]
+        tasks = [self._threads.submit(sync, path) for sync, path in syncs]
         wait(tasks)
         for task in tasks:
             task.result()
@@ -257,6 +255,19 @@ def _sync_file(path: str) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+def _sync_of_others(path: str) -> None:
+    """Sync what somebody else wrote. An error is final.
+
+    The system tells a failed write once and then forgets it: a second sync of the same file would
+    succeed over content that is lost, and nobody here can write that again.
+    """
+    try:
+        _sync_file(path)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise StorageRefused(path, f"a failed sync ({found})", "sound storage") from error
 
 
 def _write_temporary(full: str, data: bytes, *, is_synced: bool = True) -> str:
