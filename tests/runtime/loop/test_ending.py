@@ -81,6 +81,73 @@ def test_a_user_error_that_mentions_gloo_is_still_the_users() -> None:
     assert judged(ValueError("gloo is a bird")).kind is EndKind.USER_ERROR
 
 
+LOST_PEER = [
+    (
+        "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection "
+        "closed by peer [127.0.0.1]:40211"
+    ),
+    (
+        "INTERNAL: Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Read error "
+        "[127.0.0.1]:40211: Connection reset by peer"
+    ),
+    (
+        "INTERNAL: Gloo ReduceScatter failed: [gloo/transport/tcp/unbound_buffer.cc:81] "
+        "Timed out waiting 600000ms for recv operation to complete"
+    ),
+    "UNKNOWN: Gloo all-to-all failed: Socket closed [127.0.0.1]:40211",
+    "FAILED_PRECONDITION: Gloo collective permute failed: Broken pipe",
+    "UNKNOWN: Gloo context initialization failed: Connection refused",
+    (
+        "UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was "
+        "preempted/died/restarted unexpectedly or this task is experiencing network issues."
+    ),
+    "CANCELLED: Coordination service has stopped. RecordHeartbeat() from task: 1",
+    (
+        "ABORTED: Polled an error from coordination service (this can be an error from this or "
+        "another task)."
+    ),
+]
+
+
+@pytest.mark.parametrize("error_type", [jax.errors.JaxRuntimeError, ValueError, RuntimeError])
+@pytest.mark.parametrize("said", LOST_PEER)
+def test_a_status_of_jaxlib_about_a_lost_peer_is_a_consequence_whatever_its_type(
+    said: str, error_type: type[Exception]
+) -> None:
+    verdict = judged(raised(error_type(said)))
+    assert verdict.kind is EndKind.COLLECTIVE_ERROR
+    assert verdict.traceback == ""
+    wrapped = judged(raised(KeyError("loss"), cause=error_type(said)))
+    assert wrapped.kind is EndKind.COLLECTIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    "said", ["UNAVAILABLE: Socket closed", "INTERNAL: Connection reset by peer"]
+)
+def test_words_about_a_connection_are_a_consequence_only_in_an_error_of_jax(said: str) -> None:
+    assert judged(jax.errors.JaxRuntimeError(said)).kind is EndKind.COLLECTIVE_ERROR
+    # What reads the user's data from afar raises such errors of its own.
+    assert judged(ValueError(said)).kind is EndKind.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("boom of rank 1"),
+        ValueError("the Gloo all-reduce failed: Connection closed by peer"),
+        ValueError("INVALID_ARGUMENT: the shape (3,) does not fit"),
+        ValueError('NOT_FOUND: Error opening "zarr" driver: Metadata does not exist'),
+        OSError("UNAVAILABLE: all-reduce: Connection reset by peer"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        TimeoutError("Timed out waiting for the loader"),
+    ],
+)
+def test_an_error_with_other_words_is_the_users(error: Exception) -> None:
+    verdict = judged(raised(error))
+    assert verdict.kind is EndKind.USER_ERROR
+    assert str(error) in verdict.traceback
+
+
 def test_alone_nothing_is_another_members_fault() -> None:
     assert judged(raised(GLOO), is_alone=True).kind is EndKind.USER_ERROR
 

@@ -18,6 +18,16 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _COLLECTIVE_TYPES = frozenset({"JaxRuntimeError", "XlaRuntimeError", "ProcessFailureError"})
+
+# Where jaxlib passes a status on without its own type, it is one of these, and the text is the
+# status: a code, and then who says it. Tensorstore raises its statuses so too, and they tell of
+# connections as well, so only what speaks of the members themselves counts here.
+_PLAIN_TYPES = (ValueError, RuntimeError)
+_STATUS_OF_MEMBERS = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+    r".*(\bgloo\b|\bnccl|coordination service|coordination agent|/job:jax_worker)",
+    re.IGNORECASE | re.DOTALL,
+)
 MESSAGE_LENGTH_MAX = 400
 
 
@@ -90,10 +100,17 @@ def is_consequence(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        if type(link).__name__ in _COLLECTIVE_TYPES and _CONSEQUENCE.search(str(link)):
+        if _says_that_a_member_is_gone(link):
             return True
         link = link.__cause__ or link.__context__
     return False
+
+
+def _says_that_a_member_is_gone(error: BaseException) -> bool:
+    if type(error).__name__ in _COLLECTIVE_TYPES:
+        return _CONSEQUENCE.search(str(error)) is not None
+    # The very types: one of the user's that derives from them is none of jaxlib's.
+    return type(error) in _PLAIN_TYPES and _STATUS_OF_MEMBERS.match(str(error)) is not None
 
 
 def line_of(error: BaseException) -> str:
