@@ -80,8 +80,10 @@ class ProgramSignals:
     def hand_to_child(self) -> None:
         """In a process that the program forked: SIGTERM is the program's, and else the default.
 
-        `Process.terminate` of a data loader must work. A SIGINT passes by it, as by the worker.
+        `Process.terminate` of a data loader must work, and is no request to the training. A SIGINT
+        passes by it, as by the worker.
         """
+        self._hear = None
         if signal.getsignal(signal.SIGTERM) is self._ours:
             programs = self._programs.get(signal.SIGTERM)
             signal.signal(signal.SIGTERM, signal.SIG_DFL if programs is None else programs)

@@ -17,6 +17,7 @@ from everstep.runtime.agent.link import EXIT_CODES, EndKind, HoldKind, Word
 from everstep.runtime.agent.signals import ProgramSignals
 from everstep.runtime.clock import SystemClock
 from everstep.runtime.errors import ConfigurationError, EverstepError, Fenced
+from everstep.runtime.loop import forks
 from everstep.runtime.loop.compiled import keep_compiled
 from everstep.runtime.loop.ending import judge, line_of
 from everstep.runtime.loop.folder import CheckpointFailed, FolderKeeper
@@ -43,8 +44,8 @@ def run_alone(train: Callable[[Run], object], options: Options) -> int:
         try:
             run = Run(keeper.facts, control, keeper, seed=options.seed)
             signals.open()
-            train(run)
-            run.finish()
+            os.register_at_fork(after_in_child=signals.hand_to_child)
+            forks.enter(train, run)
         finally:
             # Still heard while the last step is being written.
             keeper.close()

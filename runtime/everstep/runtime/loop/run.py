@@ -64,6 +64,8 @@ class Run:
         self._owes = False
         """The first copy that was due found no slot yet: the next step makes up for it."""
         self._has_left = False
+        self._is_disowned = False
+        """In a process that the program forked."""
         self._durable_every = facts.durable_every_steps or NEVER
 
     # What is so, for the whole incarnation.
@@ -137,6 +139,7 @@ class Run:
 
         Blocking: for the transfer; no step is under way.
         """
+        self._refuse_fork("run.restore")
         self._control.write(Word.PHASE, WorkerPhase.RESTORING)
         abstract = placement.abstract_of(init) if like is None else like
         resolved = placement.resolve_shardings(shardings, abstract, self._current_mesh())
@@ -160,6 +163,7 @@ class Run:
         Raises:
             ConfigurationError: `run.restore` was not called, or a step was not reported done.
         """
+        self._refuse_fork("run.steps")
         if self._step is None:
             raise ConfigurationError("run.steps", "no state", "run.restore before run.steps")
         self._step_last = count
@@ -170,6 +174,7 @@ class Run:
             if self._has_left:
                 raise Leave(self.step)
             if self._step != step:
+                self._refuse_fork("run.steps")
                 raise ConfigurationError(
                     "run.steps",
                     f"step {step - 1} is not done",
@@ -255,11 +260,20 @@ class Run:
         return (every > 0 and step % every == 0) or step % self._durable_every == 0
 
     def _refuse_step(self, step: int) -> None:
+        self._refuse_fork("run.step_done")
         if self._has_left:
             raise Leave(self.step)
         raise ConfigurationError(
             "run.step_done", f"step {step}", f"step {self._step_started - 1}, once, from run.steps"
         )
+
+    def _refuse_fork(self, call: str) -> None:
+        if self._is_disowned:
+            raise ConfigurationError(
+                call,
+                "called in a process that the program forked",
+                "a call in the process that entered train; the forked one may use data and files",
+            )
 
     # Data and random numbers: functions of the step alone.
 
@@ -326,6 +340,14 @@ class Run:
 
     def _current_mesh(self) -> Mesh:
         return self._mesh if self._mesh is not None else self.mesh()
+
+    def disown(self) -> None:
+        """Take the training out of the hands of a fork's copy: no step is its to report."""
+        self._is_disowned = True
+        self._has_left = False
+        # No step equals these, so that the check on a step's path costs nothing more.
+        self._step = None
+        self._step_started = -1
 
     def finish(self) -> None:
         """Write outstanding metrics; called once when `train` is over."""

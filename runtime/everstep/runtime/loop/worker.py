@@ -154,6 +154,7 @@ class _Worker:
     def _run(
         self, assignment: Assignment, control: ControlBlock, fds: list[int], *, is_alone: bool
     ) -> tuple[Verdict, Step]:
+        from everstep.runtime.loop import forks
         from everstep.runtime.loop.keeper import Facts
         from everstep.runtime.loop.linked import LinkedKeeper
         from everstep.runtime.loop.run import Run
@@ -172,8 +173,7 @@ class _Worker:
         run = Run(facts, control, keeper, seed=self._options.seed)
         error: BaseException | None = None
         try:
-            self._train(run)
-            run.finish()
+            forks.enter(self._train, run)
         except BaseException as raised:  # noqa: BLE001 - whatever it was, it is judged and said.
             error = raised
         if isinstance(error, LinkClosed):
