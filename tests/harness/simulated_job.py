@@ -8,6 +8,7 @@ not compute anything.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -397,6 +398,9 @@ class SimulatedJob:
             if agent.is_alive and not agent.is_frozen:
                 self._follow(agent)
         self._train()
+        # Whoever is done has the last step committed as soon as storage takes it.
+        done = [one.step for one in self.agents.values() if one.worker is Worker.DONE]
+        self.committed = max(done, default=0)
         for agent in self.agents.values():
             if agent.is_alive and not agent.is_frozen and not self.cut_reports:
                 if self.now_s >= agent.born_s + self.timing.start_s:
@@ -652,6 +656,7 @@ class SimulatedJob:
             Worker.DONE: HostPhase.DONE,
         }
         old = agent.report
+        is_unsaved = agent.worker is Worker.DONE and self.committed < agent.step
         return Report(
             job_uid=UID,
             host=agent.host,
@@ -662,7 +667,7 @@ class SimulatedJob:
             renewed_at_s=self.now_s,
             directive_seen=agent.sequence_seen,
             incarnation=agent.incarnation,
-            phase=phases[agent.worker],
+            phase=HostPhase.RUNNING if is_unsaved else phases[agent.worker],
             phase_since_s=agent.phase_since_s,
             step=Step(agent.step),
             step_snapshot=Step(max(agent.memory)) if agent.memory else None,
@@ -670,6 +675,7 @@ class SimulatedJob:
             committed_at_s=self._committed_at_s,
             fork_refused=agent.fork_refused,
             storage_error=self.storage_error,
+            storage_error_step=_step_named_in(self.storage_error),
             steps_per_s=10.0 if agent.worker is Worker.TRAINING else None,
             loss=1.0,
             exit=agent.exit,
@@ -695,3 +701,8 @@ class SimulatedJob:
 
     def step(self) -> int:
         return max([agent.step for agent in self.agents.values()], default=0)
+
+
+def _step_named_in(error: str | None) -> Step | None:
+    found = re.search(r"step (\d+)", error or "")
+    return None if found is None else Step(int(found[1]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from core_jobs import make_spec
 from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.reasons import Reason
-from everstep.controller.api.status import Condition
+from everstep.controller.api.status import Condition, Phase
 from everstep.controller.core.model import EmitEvent
 from simulated_job import SimulatedJob, Timing
 
@@ -28,6 +30,10 @@ def told(job: SimulatedJob, reason: Reason) -> list[str]:
 
 def condition(job: SimulatedJob, type_: str = "CheckpointCommitted") -> Condition:
     return next(one for one in job.status.conditions if one.type == type_)
+
+
+def phase(job: SimulatedJob) -> Phase:
+    return job.status.phase
 
 
 def emitted(job: SimulatedJob) -> int:
@@ -84,7 +90,7 @@ def test_a_commit_of_an_earlier_incarnation_is_not_told_as_new() -> None:
     assert len(told(job, Reason.STEP_COMMITTED)) == 1
 
 
-def test_a_failed_write_is_told_once_shown_and_over_with_the_next_commit() -> None:
+def test_a_failed_write_is_told_once_a_step_shown_and_over_with_the_next_commit() -> None:
     job = training_job()
     job.storage_error = "step 20: No space left on device"
     job.run(0.3)
@@ -95,7 +101,13 @@ def test_a_failed_write_is_told_once_shown_and_over_with_the_next_commit() -> No
     job.storage_error = "step 40: No space left on device"
     job.run(3)
     assert "step 40" in condition(job).message
-    assert len(told(job, Reason.STORAGE_WRITE_FAILED)) == 1
+    first, second = told(job, Reason.STORAGE_WRITE_FAILED)
+    assert "step 20" in first
+    assert "step 40" in second
+    job.storage_error = "step 40: No space left on device, in another file"
+    job.run(1)
+    assert "another file" in condition(job).message
+    assert len(told(job, Reason.STORAGE_WRITE_FAILED)) == 2, "the same step is tried again"
     writes = job.writes
     job.run(2)
     assert job.writes == writes
@@ -108,7 +120,43 @@ def test_a_failed_write_is_told_once_shown_and_over_with_the_next_commit() -> No
     assert "again" in text
     job.storage_error = "step 80: read-only file system"
     job.run(0.3)
-    assert len(told(job, Reason.STORAGE_WRITE_FAILED)) == 2
+    assert len(told(job, Reason.STORAGE_WRITE_FAILED)) == 3
+
+
+FULL = "the final step 30 was not committed: data/w: no space left on the device (ENOSPC)"
+
+
+@pytest.mark.parametrize("desired", [3, 4])
+def test_a_finished_training_whose_last_step_is_not_durable_says_so_and_why(desired: int) -> None:
+    job = SimulatedJob(make_spec(desired=desired, slices={"max": 4, "min": 1}), steps_total=30)
+    if desired == 4:
+        job.take(SliceId(3))
+    job.run(2)
+    job.storage_error = "step 20 was not committed: data/w: no space left on the device (ENOSPC)"
+    job.run(0.5)
+    assert "is training on" in job.status.message
+    assert len(told(job, Reason.STORAGE_WRITE_FAILED)) == 1
+    job.storage_error = FULL
+    job.run(5)
+    said = job.status.message
+    assert phase(job) is Phase.RUNNING
+    assert "All steps are done, and step 30 is not durable yet" in said
+    assert "data/w: no space left on the device (ENOSPC)" in said
+    assert f"make room or give access at {job.spec.checkpoint.uri}" in said
+    ready = condition(job, "Ready")
+    assert (ready.status, ready.reason) == ("True", Reason.STORAGE_WRITE_FAILED.value)
+    assert ready.message == said
+    if desired == 4:
+        assert condition(job, "Degraded").reason == Reason.RUNNING_DEGRADED.value
+    _, of_final = told(job, Reason.STORAGE_WRITE_FAILED)
+    assert FULL in of_final
+    writes = job.writes
+    job.run(5)
+    assert job.writes == writes, "waiting is no news"
+    job.storage_error = None
+    job.run(2)
+    assert phase(job) is Phase.SUCCEEDED
+    assert job.committed == 30
 
 
 def test_failing_storage_stays_told_across_a_recovery() -> None:

@@ -268,6 +268,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Why the user's program cannot be forked; a fresh interpreter is started instead."""
     storage_error: str | None = None
     """The last failed background write, in words; None once a later one succeeded."""
+    storage_error_step: Step | None = None
+    """The step that it was of; None where storage failed before any step was tried."""
     snapshot_refused: str | None = None
     address_refused: str | None = None
     """Why this agent cannot be reached at its address; it has ended with this as its last word."""

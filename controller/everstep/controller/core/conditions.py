@@ -40,7 +40,12 @@ def judge_conditions(turn: Turn, old: JobStatus, standing: Standing) -> tuple[Co
     doomed: list[SliceId] = sorted(id_ for id_ in turn.notices if id_ in ledger.members)
     wanted = [
         ("Ready", is_ready, reason, message),
-        ("Degraded", degraded, reason if degraded else Reason.ALL_SLICES_RUNNING, ""),
+        (
+            "Degraded",
+            degraded,
+            _why_degraded(reason) if degraded else Reason.ALL_SLICES_RUNNING,
+            "",
+        ),
         (
             "DisruptionPending",
             bool(doomed),
@@ -58,6 +63,11 @@ def judge_conditions(turn: Turn, old: JobStatus, standing: Standing) -> tuple[Co
         _condition(turn, known.get(type_), type_, is_true, why, text)
         for type_, is_true, why, text in wanted
     )
+
+
+def _why_degraded(reason: Reason) -> Reason:
+    """Of a job whose last step is done, the standing tells of storage and not of the slices."""
+    return Reason.RUNNING_DEGRADED if reason is Reason.STORAGE_WRITE_FAILED else reason
 
 
 def _committed(turn: Turn, newest: LastCommitted | None) -> tuple[bool, Reason, str]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from everstep.controller.api.ids import Step
 from everstep.controller.api.reasons import TABLE, Reason
 from everstep.controller.api.status import LastCommitted, Recovery
 from everstep.controller.api.wire import Report, RestoreFigures
@@ -45,16 +46,9 @@ def _tell_storage(turn: Turn, reports: list[Report]) -> None:
     ledger, trouble = turn.ledger, turn.ledger.trouble
     commit = newest_commit(reports)
     at_s = None if commit is None else commit.completed_at_s
-    errors = sorted({one.storage_error for one in reports if one.storage_error is not None})
-    if errors:
-        text = "; ".join(errors)
-        if trouble is None or trouble.reason is not Reason.STORAGE_WRITE_FAILED:
-            note_trouble(turn, Reason.STORAGE_WRITE_FAILED, text)
-            key = f"write-failed-{turn.now_s:.3f}"
-            sentence = TABLE[Reason.STORAGE_WRITE_FAILED].sentence
-            turn.tell(key, Reason.STORAGE_WRITE_FAILED, f"{sentence} {text}")
-        elif trouble.message != text:
-            turn.change(trouble=replace(trouble, message=text))
+    failing = [one for one in reports if one.storage_error is not None]
+    if failing:
+        _tell_failed_write(turn, failing)
         return
     if commit is None or at_s is None:
         return
@@ -70,13 +64,33 @@ def _tell_storage(turn: Turn, reports: list[Report]) -> None:
         turn.tell(f"committed-{ledger.incarnation}", Reason.STEP_COMMITTED, text)
 
 
-def note_trouble(turn: Turn, reason: Reason, message: str) -> None:
+def _tell_failed_write(turn: Turn, failing: Sequence[Report]) -> None:
+    """Tell each step that failed once, however often it is tried, and show the newest words."""
+    trouble = turn.ledger.trouble
+    text = "; ".join(sorted({one.storage_error or "" for one in failing}))
+    steps = [one.storage_error_step for one in failing if one.storage_error_step is not None]
+    step = max(steps, default=None)
+    if trouble is None or trouble.reason is not Reason.STORAGE_WRITE_FAILED:
+        note_trouble(turn, Reason.STORAGE_WRITE_FAILED, text, step)
+    elif step is not None and (trouble.step is None or step > trouble.step):
+        turn.change(trouble=replace(trouble, message=text, step=step))
+    else:
+        if trouble.message != text:
+            turn.change(trouble=replace(trouble, message=text))
+        return
+    key = f"write-failed-{turn.now_s:.3f}"
+    sentence = TABLE[Reason.STORAGE_WRITE_FAILED].sentence
+    turn.tell(key, Reason.STORAGE_WRITE_FAILED, f"{sentence} {text}")
+
+
+def note_trouble(turn: Turn, reason: Reason, message: str, step: Step | None = None) -> None:
     """Remember that what ought to be on storage is not, until a later commit proves otherwise."""
     commit = newest_commit([report for _, _, report in turn.current_reports()])
     turn.change(
         trouble=Trouble(
             reason=reason,
             message=message,
+            step=step,
             since_s=turn.now_s,
             committed_at_s=None if commit is None else commit.completed_at_s,
         )

@@ -140,6 +140,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     committed_at_s: float | None = None
     """Time of the newest commit known then."""
+    step: Step | None = None
+    """The newest step whose failure was told."""
 
 
 class BadStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from everstep.controller.api.status import (
     SliceCounts,
     SliceStatus,
 )
-from everstep.controller.api.wire import HostPhase
+from everstep.controller.api.wire import ExitCause, HostPhase
 from everstep.controller.core.conditions import COMMITTED, Standing, judge_conditions
 from everstep.controller.core.facts import newest_commit
 from everstep.controller.core.health import SliceHealth, Verdict, is_alive, judge_members
@@ -177,10 +177,33 @@ def _sentence(turn: Turn, phase: Phase, stored: Step) -> tuple[Reason, str]:
         verb = "restoring" if phase is Phase.RESTORING else "joining"
         text = f"Incarnation {n} is {verb} on {of}. {TABLE[ledger.cause].sentence}"
         return Reason.RECOVERING, text
+    final = _final_step(turn)
+    if final is not None:
+        return _storing_final(turn, final, is_less=count < desired)
     if count < desired:
         reason = Reason.DISRUPTION_STORM if storm_until_s(turn) else Reason.RUNNING_DEGRADED
         return reason, f"Incarnation {n} is training on {of}. {TABLE[reason].sentence}"
     return Reason.ALL_SLICES_RUNNING, f"Incarnation {n} is training on {of}."
+
+
+def _final_step(turn: Turn) -> Step | None:
+    """Return the last step of the training when it is finished and not durable yet."""
+    lead = turn.lead_report()
+    if lead is None or lead.exit is None or lead.exit.incarnation != turn.ledger.incarnation:
+        return None
+    return lead.exit.step if lead.exit.cause is ExitCause.DONE else None
+
+
+def _storing_final(turn: Turn, step: Step, *, is_less: bool) -> tuple[Reason, str]:
+    trouble = turn.ledger.trouble
+    done = f"All steps are done, and step {step} is not durable yet"
+    if trouble is None or trouble.reason is not Reason.STORAGE_WRITE_FAILED:
+        reason = Reason.RUNNING_DEGRADED if is_less else Reason.ALL_SLICES_RUNNING
+        return reason, f"{done}: it is being written."
+    return Reason.STORAGE_WRITE_FAILED, (
+        f"{done}: {trouble.message}. It is kept in memory and tried again until storage takes it; "
+        f"make room or give access at {turn.spec.checkpoint.uri}."
+    )
 
 
 _BEFORE_SUSPENSION = "The newest step is being made durable before suspension."

@@ -82,6 +82,8 @@ class Checkpoints:
         self._claimed: Incarnation | None = None
         self.known_commits: tuple[Committed, ...] = ()
         self.error: str | None = None
+        self.error_step: Step | None = None
+        """The step that `error` is of, if of any."""
 
     async def _in_thread(self, act: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, act)
@@ -139,11 +141,11 @@ class Checkpoints:
             self._host.note_committed(self._step_last, self._committed_at_s)
         return commits
 
-    def _report(self, error: str | None) -> None:
-        if error != self.error:
+    def _report(self, error: str | None, step: Step | None = None) -> None:
+        if (error, step) != (self.error, self.error_step):
             if error is not None:
                 self._host.log.error("storage failed", why=error)
-            self.error = error
+            self.error, self.error_step = error, step
             self._host.publish_soon()
 
     # Lead: periodic and final checkpoints.
@@ -170,7 +172,7 @@ class Checkpoints:
                 self._host.hold_durably(scope)
             except EverstepError as error:
                 # The step does not exist. The next snapshot is due as well, and tries again.
-                self._report(f"step {seen} was not committed: {error}")
+                self._report(f"step {seen} was not committed: {error}", seen)
 
     def is_due(self, step: Step, settings: Settings) -> bool:
         """Whether a held step is to be made durable."""
@@ -200,7 +202,7 @@ class Checkpoints:
             except Fenced:
                 raise
             except EverstepError as error:
-                self._report(f"the final step {step} was not committed: {error}")
+                self._report(f"the final step {step} was not committed: {error}", step)
             await asyncio.sleep(pause_s)
             pause_s = min(RETRY_S_MAX, pause_s * 2)
 

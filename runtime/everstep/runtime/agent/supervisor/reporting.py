@@ -67,6 +67,7 @@ class Reports:
             program_ready=host.program.is_ready,
             fork_refused=host.program.fork_refused,
             storage_error=host.checkpoints.error,
+            storage_error_step=host.checkpoints.error_step,
             snapshot_refused=None if snapshots is None else snapshots.refused,
             address_refused=self.address_refused,
         )
