@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from everstep.controller.cli.main import app
+from everstep.controller.local.checkpoint_folder import check_checkpoint_folder
 from jobs import job_document
 
 
@@ -156,3 +157,57 @@ def test_a_bad_timeout_is_found_before_anything_is_written(tmp_path: Path) -> No
 def test_no_file_at_all_is_a_usage_error() -> None:
     done = _apply()
     assert done.exit_code == 2
+
+
+def _with_uri(tmp_path: Path, uri: str) -> str:
+    document = _document(tmp_path)
+    document["spec"]["checkpoint"]["uri"] = uri
+    return yaml.safe_dump(document)
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}"])
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("file", "a file at {place}"),
+        ("file/below", "a file at {file}, above {place}"),
+        ("foreign", "something else in {place} (mine.csv, notes.txt)"),
+        ("/proc/nope", "/proc/nope cannot be made (/proc: No such file or directory)"),
+        ("/proc/nope/below", "/proc/nope/below cannot be made (/proc: No such file or directory)"),
+    ],
+)
+def test_a_checkpoint_folder_of_this_machine_that_cannot_be_one_is_refused(
+    tmp_path: Path, place: str, found: str, form: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "foreign").mkdir()
+    for name in ("notes.txt", "mine.csv"):
+        (tmp_path / "foreign" / name).write_text("")
+    where = str(tmp_path / place)
+    said = _refused(tmp_path, _with_uri(tmp_path, form.format(where)))
+    wanted = found.format(place=where, file=tmp_path / "file")
+    assert f"spec.checkpoint.uri: found '{wanted}', expected " in said
+    assert sorted(one.name for one in (tmp_path / "foreign").iterdir()) == ["mine.csv", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        (),
+        ("here/",),
+        ("here/lost+found/",),
+        ("here/_everstep/ledger/", "here/a.txt"),
+        ("here/12/",),
+    ],
+    ids=["nothing", "empty", "a fresh disk", "a run", "maybe steps of Orbax"],
+)
+def test_a_folder_that_can_be_a_runs_is_accepted_and_nothing_is_left_in_it(
+    tmp_path: Path, made: tuple[str, ...]
+) -> None:
+    for name in made:
+        path = tmp_path / name
+        path.mkdir(parents=True) if name.endswith("/") else path.write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    assert check_checkpoint_folder(f"file://{tmp_path}/here") is None
+    assert check_checkpoint_folder("gs://bucket/run") is None
+    assert sorted(tmp_path.rglob("*")) == before

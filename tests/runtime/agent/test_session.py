@@ -488,3 +488,15 @@ def test_whatever_happens_in_whatever_order_the_invariants_hold(
             assert after.exit.incarnation <= after.incarnation  # S4
         if after.phase is HostPhase.DONE:
             assert after.step_committed is not None
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_a_join_that_would_fail_again_in_the_same_way_is_not_tried_again(is_final: bool) -> None:
+    one = Host()
+    one.see(directive(1, [0, 1]))
+    joined = Joined(failed="spec.checkpoint.uri is refused: a file", is_final=is_final)
+    one.feed(events.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=101.0))
+    assert one.state.exit is not None
+    assert one.state.exit.cause is ExitCause.STARTUP_FAILED
+    assert one.state.exit.is_retryable is not is_final
+    assert "spec.checkpoint.uri" in one.state.exit.message

@@ -283,3 +283,15 @@ def test_a_sync_of_what_others_wrote_is_not_tried_again_where_it_failed(
         store.write_together("step", {"a": b"1"}, unsynced=["index"])
     assert failed
     assert not any(name.endswith(".tmp") for name in os.listdir(tmp_path / "step"))
+
+
+def test_a_file_system_that_takes_no_folders_is_named_as_such() -> None:
+    store = PosixStore("/proc/nope/run")
+    for write in (store.write_durable, store.create_exclusive):
+        with pytest.raises(StorageRefused) as refused:
+            write("_everstep/ledger/1", b"x")
+        assert not isinstance(refused.value, StorageMissing)
+        assert refused.value.field == "/proc/nope"
+        assert "a folder that cannot be made: the file system of /proc takes none" in str(
+            refused.value
+        )

@@ -19,6 +19,7 @@ from everstep.controller.local.agents import (
     training_container,
     working_dir,
 )
+from everstep.controller.local.checkpoint_folder import check_checkpoint_folder
 from everstep.controller.local.errors import FieldRefused
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -42,6 +43,9 @@ def check_for_machine(spec: JobSpec, inherited: Mapping[str, str]) -> tuple[Fiel
         expected = f"at most {HOST_COUNT_MAX} hosts per slice on one machine"
         found.append(FieldRefused("spec.slices.hostsPerSlice", slices.hosts_per_slice, expected))
     found.extend(_check_program(spec, inherited))
+    folder = check_checkpoint_folder(spec.checkpoint.uri)
+    if folder is not None:
+        found.append(folder)
     return tuple(found)
 
 

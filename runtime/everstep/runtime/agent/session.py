@@ -324,6 +324,7 @@ def _take_answer(state: Session, event: JoinAnswered) -> Result:
             ExitCause.STARTUP_FAILED,
             message=joined.failed or "the lead gave no answer",
             at_s=event.at_s,
+            is_retryable=not joined.is_final,
         ),
         event.at_s,
     )
@@ -400,7 +401,9 @@ def _own_rank(state: Session) -> Rank:
     return Rank(0) if rank is None else rank
 
 
-def _exit(state: Session, cause: ExitCause, *, message: str, at_s: float) -> WorkerExit:
+def _exit(
+    state: Session, cause: ExitCause, *, message: str, at_s: float, is_retryable: bool = True
+) -> WorkerExit:
     return WorkerExit(
         incarnation=state.incarnation,
         cause=cause,
@@ -409,6 +412,7 @@ def _exit(state: Session, cause: ExitCause, *, message: str, at_s: float) -> Wor
         at_s=at_s,
         step=state.step,
         restored_step=state.worker.restored_step if state.worker is not None else None,
+        is_retryable=is_retryable,
     )
 
 

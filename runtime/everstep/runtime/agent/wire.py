@@ -58,6 +58,8 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[HostId, ...] = ()
     failed: str | None = None
     """Why there can be no assignment although all are in (no step can be restored, fenced)."""
+    is_final: bool = False
+    """Another try would fail in the same way: somebody has to change something first."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

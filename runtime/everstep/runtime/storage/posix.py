@@ -7,6 +7,7 @@ A file is written whole under a temporary name (`.<name>.<random>.tmp`), synced,
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import secrets
@@ -222,8 +223,24 @@ class PosixStore:
             full = parent
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
+                _make_one(folder)
             sync_directory(os.path.dirname(folder))
+
+
+def _make_one(folder: str) -> None:
+    try:
+        os.mkdir(folder)
+    except FileNotFoundError as error:
+        parent = os.path.dirname(folder)
+        if not os.path.isdir(parent):
+            raise
+        # Its parent is there, and takes none: `proc` answers so.
+        raise StorageRefused(
+            folder,
+            f"a folder that cannot be made: the file system of {parent} takes none "
+            f"({errno.errorcode[errno.ENOENT]})",
+            "a folder on a file system where folders can be made",
+        ) from error
 
 
 class _Syncing:

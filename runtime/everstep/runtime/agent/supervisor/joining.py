@@ -14,8 +14,11 @@ from everstep.runtime.agent import rendezvous
 from everstep.runtime.agent.rendezvous import Choice, Committed, Gathering, NoChoice, Place
 from everstep.runtime.agent.wire import Join, Joined
 from everstep.runtime.clock import Clock
-from everstep.runtime.errors import EverstepError, Fenced, PeerUnavailable
+from everstep.runtime.errors import EverstepError, Fenced, PeerUnavailable, StorageRefused
 
+FIELD = "spec.checkpoint.uri"
+FIRST = 1
+"""The incarnation that a job starts with."""
 STORAGE_PATIENCE_S = 5.0
 """So long storage may keep a join waiting that could go on from memory."""
 
@@ -54,6 +57,7 @@ class LeadJoin:
             asyncio.get_running_loop().create_future()
         )
         self._is_answered = False
+        self._refused: StorageRefused | None = None
         self.fenced: Fenced | None = None
 
     async def receive(self, join: Join) -> Joined:
@@ -116,6 +120,7 @@ class LeadJoin:
         except Fenced:
             raise
         except EverstepError as error:
+            self._note_refusal(error)
             # Memory may hold everything; whether it does is for `choose` to say.
             return str(error)
         except TimeoutError:
@@ -126,8 +131,17 @@ class LeadJoin:
             except Fenced:
                 raise
             except EverstepError as error:
+                self._note_refusal(error)
                 return str(error)
         return why
+
+    def _note_refusal(self, error: EverstepError) -> None:
+        """Storage that refuses a run which never began will refuse it again.
+
+        One that trained before was taken then: what storage lacks may come back.
+        """
+        if isinstance(error, StorageRefused) and self._gathering.directive.incarnation == FIRST:
+            self._refused = error
 
     def _choice(self, commits: Sequence[Committed] | str) -> Choice | NoChoice:
         return rendezvous.choose(
@@ -142,6 +156,11 @@ class LeadJoin:
         choice = self._choice(commits)
         if isinstance(choice, NoChoice):
             self._log.error("no step can be restored", why=choice.why)
+            if self._refused is not None:
+                why = f"{FIELD} is refused: {self._refused}"
+                final = Joined(failed=why, is_final=True)
+                self._answer(dict.fromkeys(self._gathering.joins, final))
+                return
         else:
             self._log.info(
                 "step chosen",
