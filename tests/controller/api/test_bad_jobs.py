@@ -47,6 +47,18 @@ BAD: list[tuple[str, object, str | None]] = [
     ("metadata.namespace", "n" * 64, None),
     ("metadata.labels", "x", None),
     ("metadata.labels", {"a": 1}, "metadata.labels.a"),
+    ("metadata.labels", {"a b!": "x"}, "metadata.labels.a b!"),
+    ("metadata.labels", {"": "x"}, "metadata.labels."),
+    ("metadata.labels", {"k" * 64: "x"}, "metadata.labels." + "k" * 64),
+    ("metadata.labels", {"a/b/c": "x"}, "metadata.labels.a/b/c"),
+    ("metadata.labels", {"/b": "x"}, "metadata.labels./b"),
+    ("metadata.labels", {"Team.dev/b": "x"}, "metadata.labels.Team.dev/b"),
+    ("metadata.labels", {"d" * 254 + "/b": "x"}, "metadata.labels." + "d" * 254 + "/b"),
+    ("metadata.labels", {"team": "x" * 64}, "metadata.labels.team"),
+    ("metadata.labels", {"team": "-x"}, "metadata.labels.team"),
+    ("metadata.labels", {"team": "x y"}, "metadata.labels.team"),
+    ("metadata.annotations", {"a b": "x"}, "metadata.annotations.a b"),
+    ("metadata.annotations", {"a": "x" * (257 << 10)}, None),
     ("metadata.label", {}, None),
     ("spec", DROP, None),
     ("spec", None, None),
@@ -176,6 +188,8 @@ BAD: list[tuple[str, object, str | None]] = [
     ("spec.checkpoint.snapshot.slots", 65, None),
     ("spec.checkpoint.snapshot.memory", "16GB", None),
     ("spec.checkpoint.snapshot.memory", "0", None),
+    ("spec.checkpoint.snapshot.memory", "1e400", None),
+    ("spec.checkpoint.snapshot.memory", "8Ei", None),
     ("spec.checkpoint.snapshot.memory", 16, None),
     ("spec.checkpoint.snapshot.replicas", -1, None),
     ("spec.checkpoint.snapshot.replicas", 8, None),
@@ -304,3 +318,16 @@ def test_a_timeout_order_names_both_fields_and_values() -> None:
 def test_what_is_no_object_at_all_is_refused(text: bytes) -> None:
     with pytest.raises(SpecError):
         decode_job(text)
+
+
+def test_a_bound_that_is_told_is_the_real_one() -> None:
+    with pytest.raises(SpecError) as refused:
+        decode_job(put(GOOD, "spec.checkpoint.snapshot.slots", 100))
+    assert "2 to 64" in str(refused.value)
+
+
+def test_names_and_values_that_kubernetes_takes_are_taken() -> None:
+    labels = {"a": "", "team.dev/A_b.c-1": "v" * 63, "k" * 63: "1.0", "d" * 63 + "/n": "x"}
+    assert decode_job(put(GOOD, "metadata.labels", labels)).metadata.labels == labels
+    notes = {"Team.dev/note": "any text: {}\n", "a": ""}
+    assert decode_job(put(GOOD, "metadata.annotations", notes)).metadata.annotations == notes

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from everstep.controller.cli.jobfile import read_jobs
 from everstep.controller.cli.main import app
 from everstep.controller.local.checkpoint_folder import check_checkpoint_folder
 from jobs import job_document
@@ -211,3 +212,28 @@ def test_a_folder_that_can_be_a_runs_is_accepted_and_nothing_is_left_in_it(
     assert check_checkpoint_folder(f"file://{tmp_path}/here") is None
     assert check_checkpoint_folder("gs://bucket/run") is None
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, "{a: " * 5000 + "1" + "}" * 5000])
+def test_text_that_is_nested_too_deep_is_said_in_words_of_the_file(
+    tmp_path: Path, text: str
+) -> None:
+    said = _refused(tmp_path, text)
+    assert said.endswith("job.yaml: yaml: nested too deep to be read; a job has a dozen levels\n")
+    assert "recursion" not in said
+
+
+def test_a_status_in_the_file_is_passed_over_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(_document(tmp_path) | {"status": {"phase": "Running"}}))
+    (job,) = read_jobs(str(path))
+    said = capsys.readouterr().err
+    assert said == (
+        f'Warning: multislicejob "{job.metadata.name}": status is passed over: the controller '
+        "writes it\n"
+    )
+    path.write_text(yaml.safe_dump(_document(tmp_path)))
+    read_jobs(str(path))
+    assert capsys.readouterr().err == ""

@@ -334,3 +334,32 @@ def test_a_later_snapshot_that_found_no_slot_waits_for_the_next_one_that_is_due(
         if step == 16:
             break
     assert keeper.steps == [5, 15]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("much", "str 'much'"),
+        (None, "NoneType None"),
+        (np.zeros((2, 3), np.float32), "an array float32[2, 3]"),
+        ({"nested": 1.0}, "dict {'nested': 1.0}"),
+        ("x" * 500, "str '" + "x" * 59 + "…"),
+    ],
+)
+def test_a_metric_that_is_no_number_is_named_with_its_step(value: object, found: str) -> None:
+    run = MemoryKeeper().start()
+    state: State = run.restore(init)
+    steps = run.steps(5)
+    with pytest.raises(ConfigurationError) as refused:
+        run.step_done(next(steps), state, {"loss": 1.0, "score": value})
+    assert refused.value.field == "metrics['score'] of step 0"
+    assert refused.value.found == found
+    assert "a number" in refused.value.expected
+
+
+def test_metrics_that_are_no_mapping_are_refused() -> None:
+    run = MemoryKeeper().start()
+    state: State = run.restore(init)
+    loss: Any = 0.5
+    with pytest.raises(ConfigurationError, match=r"metrics: found 'float 0\.5', expected a"):
+        run.step_done(next(run.steps(5)), state, loss)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from everstep.controller.api.errors import Problem
 from everstep.controller.api.shape import describe
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LABEL_LENGTH_MAX = 63
+_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_PREFIX_LENGTH_MAX = 253
+_ANNOTATIONS_BYTES_MAX = 256 << 10
+_NAME_RULE = "letters, digits, '-', '_' and '.', the first and last a letter or digit"
 _COUNT_MAX = 2**31 - 1
 SECONDS_MAX = 10 * 365 * 86400.0
 """Ten years. A larger number is a slip of units, and would overflow somebody's timer."""
@@ -57,3 +63,32 @@ class Problems:
             self.add(path, value, f"{expected} (it has {len(value)})")
         elif not _LABEL.fullmatch(value):
             self.add(path, value, "a DNS label: small letters, digits and '-', not first or last")
+
+    def labels(self, path: str, labels: Mapping[str, str]) -> None:
+        """As Kubernetes takes them: qualified names, and values of the same characters."""
+        for key, value in labels.items():
+            self._qualified(f"{path}.{key}", key)
+            if value and (len(value) > LABEL_LENGTH_MAX or not _NAME.fullmatch(value)):
+                expected = f"nothing, or at most {LABEL_LENGTH_MAX} of {_NAME_RULE}"
+                self.add(f"{path}.{key}", value, f"{expected} (it has {len(value)})")
+
+    def annotations(self, path: str, annotations: Mapping[str, str]) -> None:
+        """As Kubernetes takes them: qualified names, any text, bounded together."""
+        for key in annotations:
+            # Their names may be of large letters too in the part before the slash.
+            self._qualified(f"{path}.{key}", key.lower())
+        size = sum(len(key.encode()) + len(text.encode()) for key, text in annotations.items())
+        if size > _ANNOTATIONS_BYTES_MAX:
+            expected = f"at most {_ANNOTATIONS_BYTES_MAX} bytes of names and values together"
+            self.add(path, f"{size} bytes", expected)
+
+    def _qualified(self, path: str, key: str) -> None:
+        prefix, slash, name = key.rpartition("/")
+        is_name = len(name) <= LABEL_LENGTH_MAX and _NAME.fullmatch(name)
+        is_prefix = not slash or (len(prefix) <= _PREFIX_LENGTH_MAX and _PREFIX.fullmatch(prefix))
+        if not (is_name and is_prefix):
+            expected = (
+                f"a key of at most {LABEL_LENGTH_MAX} of {_NAME_RULE}, perhaps after a DNS name "
+                "and one '/'"
+            )
+            self.add(path, key, expected)

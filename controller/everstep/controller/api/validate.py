@@ -31,6 +31,7 @@ _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
 _HOSTS_PER_SLICE_MAX = 4096
 _SNAPSHOT_SLOTS_MIN = 2
 _LOCAL_COPIES_MAX = 64
+_BYTES_MAX = 2**63 - 1
 _PORT_MAX = 65535
 
 
@@ -41,6 +42,8 @@ def validate(job: MultiSliceJob) -> tuple[Problem, ...]:
     found.equal("kind", job.kind, KIND)
     found.label("metadata.name", job.metadata.name, NAME_LENGTH_MAX)
     found.label("metadata.namespace", job.metadata.namespace, LABEL_LENGTH_MAX)
+    found.labels("metadata.labels", job.metadata.labels)
+    found.annotations("metadata.annotations", job.metadata.annotations)
     _judge_spec(found, job.spec)
     return tuple(found.items)
 
@@ -178,9 +181,15 @@ def _judge_snapshot(found: Problems, checkpoint: Checkpoint, slices: Slices) -> 
     if snapshot.slots < _SNAPSHOT_SLOTS_MIN:
         expected = "at least 2, so that the newest complete snapshot is never overwritten"
         found.add(f"{at}.slots", snapshot.slots, expected)
-    found.count(f"{at}.slots", max(snapshot.slots, _SNAPSHOT_SLOTS_MIN), most=64)
-    if snapshot.memory is not None and not parse_bytes(snapshot.memory):
-        found.add(f"{at}.memory", snapshot.memory, "a quantity above zero, for example 16Gi")
+    else:
+        found.count(f"{at}.slots", snapshot.slots, least=_SNAPSHOT_SLOTS_MIN, most=64)
+    if snapshot.memory is not None:
+        size = parse_bytes(snapshot.memory)
+        if not size:
+            found.add(f"{at}.memory", snapshot.memory, "a quantity above zero, for example 16Gi")
+        elif size > _BYTES_MAX:
+            expected = "less than 8Ei, the most that a quantity can be, for example 16Gi"
+            found.add(f"{at}.memory", snapshot.memory, expected)
     if found.count(f"{at}.replicas", snapshot.replicas, least=0):
         if slices.count_max >= 1 and snapshot.replicas >= slices.count_max:
             expected = f"less than spec.slices.max ({slices.count_max}): a replica is elsewhere"

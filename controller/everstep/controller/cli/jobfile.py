@@ -82,7 +82,12 @@ def _parse(text: str, source: str) -> list[Any]:
         line = "" if mark is None else f"line {mark.line + 1}: "
         what = error.problem or error.context or "cannot be read"
         raise CommandFailed(f"error: error parsing {source}: yaml: {line}{what}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise CommandFailed(
+            f"error: error parsing {source}: yaml: nested too deep to be read; a job has a dozen "
+            "levels"
+        ) from None
+    except yaml.YAMLError as error:
         raise CommandFailed(f"error: error parsing {source}: yaml: {error}") from None
 
 
@@ -95,6 +100,11 @@ def _judge(document: object, folder: Path) -> MultiSliceJob:
     refused = check_for_machine(job.spec, os.environ)
     if refused:
         raise JobInvalid(name, tuple(str(one) for one in refused))
+    if isinstance(document, dict) and "status" in document:
+        print(
+            f'Warning: multislicejob "{name}": status is passed over: the controller writes it',
+            file=sys.stderr,
+        )
     return job
 
 

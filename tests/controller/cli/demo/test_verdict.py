@@ -52,7 +52,11 @@ def _holds(act: Act, recovery: Recovery, committed: int = 40) -> dict[str, bool]
         (_act(Deed.RETURN), _recovery(lost=2), "no step lost"),
         (_act(Deed.KILL), _recovery(lost=6), "loss within the snapshots"),
         (_act(Deed.KILL), _recovery(lost=2, storage=1), "restored from memory"),
-        (_act(Deed.KILL_ALL), _recovery(restored=39, storage=1), "resumed from the last commit"),
+        (
+            _act(Deed.KILL_ALL),
+            _recovery(restored=39, storage=1),
+            "resumed from the last commit or later",
+        ),
         (_act(Deed.KILL_ALL), _recovery(restored=40, storage=0), "restored from disk"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

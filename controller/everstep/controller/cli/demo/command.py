@@ -19,6 +19,7 @@ from everstep.controller.cli.demo.show import View, check_table, recovery_table
 from everstep.controller.cli.demo.stage import Played, Stage, ended_afterwards, fresh_folder
 from everstep.controller.cli.demo.story import STEP_COUNT_MIN, Story, draw_story, standard_story
 from everstep.controller.cli.demo.verdict import Check, Result, judge_act, judge_end
+from everstep.controller.cli.failure import EXIT_INTERRUPTED
 
 STEPS_DEFAULT = {"language-model": 160, "tiny": 120}
 
@@ -56,6 +57,24 @@ def demo(
         )
         return 2
     story = standard_story(step_count) if seed is None else draw_story(seed, step_count)
+    try:
+        return _tell(console, story, chosen, folder, reference)
+    except KeyboardInterrupt as interrupt:
+        # The first is answered by ending everything; a second breaks that off.
+        if isinstance(interrupt.__context__, KeyboardInterrupt):
+            said = "interrupted again: processes of the demo may be left; end them with"
+            said += f" EVERSTEP_LOCAL_DIR={folder / 'local'} everstep local stop --all"
+        else:
+            said = "interrupted: every process of the demo was ended; its files are in"
+            said += f" {folder}"
+        console.print(said, highlight=False, soft_wrap=True)
+        return EXIT_INTERRUPTED
+
+
+def _tell(
+    console: Console, story: Story, chosen: Program, folder: Path, reference: Path | None
+) -> int:
+    step_count = story.step_count
     began_s = time.monotonic()
     with View(console) as view:
         disturbed = Run("demo", folder, view.tell)

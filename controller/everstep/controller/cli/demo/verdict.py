@@ -42,7 +42,11 @@ def judge_act(
         restored = max((r.step_restored or 0 for r in recoveries), default=0)
         held = restored >= step_committed
         checks.append(
-            _check("resumed from the last commit", held, f"step {restored} of {step_committed}")
+            _check(
+                "resumed from the last commit or later",
+                held,
+                f"at step {restored}; step {step_committed} was committed before the loss",
+            )
         )
     if act.deed is Deed.NOTICE and recoveries and act.notice_s is not None:
         first = recoveries[0]
