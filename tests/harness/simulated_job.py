@@ -567,8 +567,13 @@ class SimulatedJob:
             joined_s = max(one.worker_since_s for one in active)
             if self.now_s >= joined_s + timing.join_s:
                 aside = set(directive.restore_set_aside)
-                held = {step for one in active for step in one.memory} - aside
-                step = max([*held, self.committed, 0])
+                everything = {step for one in active for step in one.memory}
+                stored = {self.committed} - {0}
+                if everything | stored <= aside:
+                    # What was set aside is still better than nothing.
+                    aside = set()
+                held = everything - aside
+                step = max([*held, *(stored - aside), 0])
                 self.restores[directive.incarnation] = (self._lineage_step, step)
                 self._lineage_step = step
                 for one in active:

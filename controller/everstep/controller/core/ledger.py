@@ -107,6 +107,8 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     slice: SliceId | None
     reason: Reason
     at_s: float
+    crashed: Step | None = None
+    """The restored step that was counted with it."""
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +128,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
-    """A restored step after which the worker ended without finishing another one."""
+    """A restored step after which the worker ended by itself without finishing another one."""
 
     step: Step
     count: int

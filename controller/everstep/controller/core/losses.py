@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from everstep.controller.api.ids import HostId, SliceId, Step
+from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.reasons import TABLE, Budget, Reason
 from everstep.controller.api.spec import OnLoss
 from everstep.controller.api.wire import ExitCause, HostPhase, Report
+from everstep.controller.core.crashes import forgive_trained, judge_crash
 from everstep.controller.core.health import (
     Ending,
     SliceHealth,
@@ -24,7 +25,6 @@ from everstep.controller.core.transitions import (
     Cause,
     charge_failure,
     charge_lost,
-    count_crash,
     finish,
     halt,
 )
@@ -89,13 +89,14 @@ def handle_losses(turn: Turn) -> None:
     cause, ending = _first_cause(turn, lost, endings)
     if cause is None or end_for_loss(turn, cause.at_s):
         return
+    forgive_trained(turn, endings)
     halt(turn, cause, [id_ for id_ in turn.ledger.members if id_ not in gone], lost=bool(lost))
     charge_lost(turn, lost)
     if TABLE[cause.reason].budget is Budget.FAILURE:
-        if ending is not None:
-            _judge_crash(turn, ending)
+        # Where a slice went as well, nobody can say that it was the step.
+        crashed = judge_crash(turn, ending, endings) if ending is not None and not lost else None
         words = _words(ending) if ending else cause.message or _words_of_lost(cause, lost)
-        charge_failure(turn, cause, words)
+        charge_failure(turn, cause, words, crashed=crashed)
         _judge_start(turn, ending)
     _forbid(turn, lost)
 
@@ -270,13 +271,6 @@ def _judge_start(turn: Turn, ending: Ending | None) -> None:
         return
     text = f"{_words(ending)} So {tries} times in a row, before es.main."
     finish(turn, _REASONS[ending.exit.cause], text)
-
-
-def _judge_crash(turn: Turn, ending: Ending) -> None:
-    """Remember a step that a worker restored and did not get beyond."""
-    restored: Step | None = ending.exit.restored_step
-    if restored is not None and restored > 0 and ending.exit.step <= restored:
-        count_crash(turn, restored)
 
 
 def _words(ending: Ending) -> str:

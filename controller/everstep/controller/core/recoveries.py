@@ -12,6 +12,7 @@ from everstep.controller.api.ids import Step
 from everstep.controller.api.reasons import Reason
 from everstep.controller.api.status import Recovery
 from everstep.controller.api.wire import RestoreFigures
+from everstep.controller.core.crashes import forgive
 from everstep.controller.core.facts import tell_restore
 from everstep.controller.core.health import is_done
 from everstep.controller.core.ledger import Stage, Turnover
@@ -61,9 +62,9 @@ def close_turnover(turn: Turn) -> Recovery | None:
         step_seen=restored,
         fresh=(),
         trained_since_s=turn.now_s,
-        # What ends right after its restore is counted anew once a step was finished.
-        crash=None if done else ledger.crash,
     )
+    if done:
+        forgive(turn, restored)
     return row
 
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from everstep.controller.api.ids import SliceId, Step
 from everstep.controller.api.reasons import TABLE, Budget, Reason
+from everstep.controller.core.crashes import uncount
 from everstep.controller.core.health import SliceHealth
 from everstep.controller.core.ledger import (
     Budgets,
     Charge,
-    Crash,
     Finish,
     SliceMemory,
     Stage,
@@ -36,7 +36,6 @@ from everstep.controller.core.turn import Turn
 COALESCE_S = 1.0
 """How long what looks like a consequence waits for its cause, and how long after a counted failure
 a disruption may still prove to have been the cause."""
-_CRASHES_SET_ASIDE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +154,8 @@ def charge_disruption(turn: Turn, reason: Reason, at_s: float, slice_: SliceId) 
     budgets = turn.ledger.budgets
     charge = budgets.charge
     if charge is not None and _explains(charge, at_s, slice_):
+        if charge.crashed is not None:
+            uncount(turn, charge.crashed)
         budgets = replace(
             budgets,
             failures=budgets.failures - 1,
@@ -196,7 +197,7 @@ def _explains(charge: Charge, at_s: float, slice_: SliceId) -> bool:
     return at_s <= charge.at_s
 
 
-def charge_failure(turn: Turn, cause: Cause, message: str) -> None:
+def charge_failure(turn: Turn, cause: Cause, message: str, *, crashed: Step | None = None) -> None:
     """Count one failure after `halt`: spend the budget or end the job, and set the backoff."""
     budgets = turn.ledger.budgets
     row, delay_s = count_failure(turn, budgets, cause.reason)
@@ -208,7 +209,7 @@ def charge_failure(turn: Turn, cause: Cause, message: str) -> None:
         failed_at_s=window[-(allowed + 1) :],
         failures_in_a_row=row,
         step_at_failure=turn.newest_step(),
-        charge=Charge(slice=cause.slice, reason=cause.reason, at_s=cause.at_s),
+        charge=Charge(slice=cause.slice, reason=cause.reason, at_s=cause.at_s, crashed=crashed),
     )
     turn.change(budgets=budgets)
     count = budgets.failures
@@ -230,19 +231,6 @@ def charge_lost(turn: Turn, lost: Sequence[SliceHealth]) -> None:
             charge_disruption(turn, reason, one.at_s, one.id)
         else:
             turn.change(slices=_remember(turn.ledger.slices, one.id, reason=reason))
-
-
-def count_crash(turn: Turn, step: Step) -> None:
-    """Count a worker that ended right after restoring `step`; at the second time set it aside."""
-    ledger = turn.ledger
-    again = ledger.crash is not None and ledger.crash.step == step
-    count = ledger.crash.count + 1 if ledger.crash is not None and again else 1
-    if count < _CRASHES_SET_ASIDE:
-        turn.change(crash=Crash(step=step, count=count))
-        return
-    turn.change(crash=None, restore_set_aside=(*ledger.restore_set_aside, step))
-    text = f"Step {step} is not restored again: the worker ended right after it {count} times."
-    turn.tell(f"set-aside-{step}", Reason.STEP_SET_ASIDE, text)
 
 
 def rest_standby(turn: Turn, entry: Standby) -> Standby:
