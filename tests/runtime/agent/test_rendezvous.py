@@ -151,10 +151,23 @@ def test_memory_older_than_a_known_checkpoint_is_not_gone_back_to() -> None:  # 
     assert isinstance(choose(inventories, "no answer", step_committed=Step(4)), Choice)
 
 
-def test_all_checkpoints_set_aside_is_no_fresh_start() -> None:
-    choice = choose([], [committed(6)], [Step(6)])
-    assert isinstance(choice, NoChoice)
-    assert "6" in choice.why
+def test_when_all_checkpoints_are_set_aside_the_newest_is_tried_again() -> None:  # R6
+    choice = choose([], [committed(4), committed(6)], [Step(4), Step(6)])
+    assert choice == Choice(step=Step(6), is_in_storage=True, is_set_aside=True)
+
+
+def test_when_what_memory_alone_holds_is_set_aside_it_is_tried_again() -> None:  # R6
+    choice = choose([inventory(holding(host(0), 4))], [], [Step(4)])
+    assert isinstance(choice, Choice)
+    assert (choice.step, choice.is_set_aside) == (4, True)
+    assert choice.holdings
+
+
+def test_a_step_in_memory_that_is_set_aside_is_not_chosen_while_storage_may_have_another() -> None:
+    held = [inventory(holding(host(0), 4))]
+    assert isinstance(choose(held, "no answer", [Step(4)]), NoChoice)
+    older = choose(held, [committed(2)], [Step(4)])
+    assert older == Choice(step=Step(2), is_in_storage=True)
 
 
 def test_everyone_gets_the_same_step_roster_and_coordinator() -> None:  # R1
@@ -199,23 +212,22 @@ def test_whatever_is_held_the_choice_is_whole_and_the_newest_such(
         by_host.setdefault(who, []).append(one)
     inventories: list[Inventory] = [inventory(*holdings) for holdings in by_host.values()]
     choice = choose(inventories, [committed(s) for s in commits], [Step(s) for s in aside])
-    every = [h for one in inventories for h in one.holdings if h.step not in aside]
+    every = [h for one in inventories for h in one.holdings]
 
     def is_whole(step: int, incarnation: int) -> bool:
         group = [h for h in every if (h.step, h.incarnation) == (step, incarnation)]
         return bool(group) and not find_gaps(TREE, group)
 
     whole = {step for step in range(1, 5) for i in (1, 2) if is_whole(step, i)}
-    usable = (whole | commits) - aside
-    if isinstance(choice, NoChoice):
-        assert not usable
-        assert commits
-    else:
-        assert choice.step == max(usable, default=None)
-        assert {h.step for h in choice.holdings} <= {choice.step}
-        assert len({h.incarnation for h in choice.holdings}) <= 1
-        if choice.holdings and not choice.is_in_storage:
-            assert not find_gaps(TREE, choice.holdings)
+    # R6: what is set aside comes last, and before nothing.
+    usable = (whole | commits) - aside or whole | commits
+    assert isinstance(choice, Choice)
+    assert choice.step == max(usable, default=None)
+    assert choice.is_set_aside == (choice.step in aside)
+    assert {h.step for h in choice.holdings} <= {choice.step}
+    assert len({h.incarnation for h in choice.holdings}) <= 1
+    if choice.holdings and not choice.is_in_storage:
+        assert not find_gaps(TREE, choice.holdings)
 
 
 def on_disk(slice_id: int, step: int, incarnation: int = 1) -> Inventory:

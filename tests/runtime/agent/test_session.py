@@ -19,7 +19,7 @@ from everstep.controller.api.wire import (
 )
 from everstep.runtime.agent import events
 from everstep.runtime.agent import session as life
-from everstep.runtime.agent.link import Assignment, Ending, EndKind
+from everstep.runtime.agent.link import Assignment, Ending, EndKind, WorkerPhase
 from everstep.runtime.agent.rendezvous import rank_of
 from everstep.runtime.agent.session import Session
 from everstep.runtime.agent.wire import Joined
@@ -254,6 +254,44 @@ def test_ends_are_told_apart(end: dict[str, object], cause: ExitCause, phase: Ho
     assert one.state.exit is not None
     assert (one.state.exit.cause, one.state.phase) == (cause, phase)
     assert (one.state.exit.step, one.state.exit.restored_step) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("reached", "said", "restored"),
+    [
+        (WorkerPhase.CONNECTING, None, None),
+        (WorkerPhase.PREPARING, None, None),
+        (WorkerPhase.RESTORING, None, 3),
+        (WorkerPhase.COMPILING, None, 3),
+        # Its last words tell where it was; by then the phase is another one.
+        (WorkerPhase.ENDING, WorkerPhase.PREPARING, None),
+        (WorkerPhase.ENDING, WorkerPhase.RESTORING, 3),
+        (WorkerPhase.ENDING, None, None),
+    ],
+)
+def test_a_step_counts_as_restored_once_the_worker_began_to_restore_it(
+    reached: WorkerPhase, said: WorkerPhase | None, restored: int | None
+) -> None:
+    one, directed = Host(), directive(1, [0, 1])
+    one.see(directed)
+    joined = Joined(assignment=assignment(directed, one.state.host, 3))
+    one.feed(events.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=100.0))
+    ending = None
+    if reached is WorkerPhase.ENDING:
+        ending = Ending(kind=EndKind.USER_ERROR, step=Step(0), message="words", phase=said)
+    one.feed(
+        events.WorkerEnded(
+            incarnation=Incarnation(1),
+            ending=ending,
+            code=None if ending is None else 1,
+            signal=11 if ending is None else None,
+            step=Step(0),
+            phase=reached,
+            at_s=100.0,
+        )
+    )
+    assert one.state.exit is not None
+    assert one.state.exit.restored_step == restored
 
 
 def test_an_abort_of_a_process_alone_is_its_own_doing() -> None:

@@ -117,7 +117,8 @@ class Directive(msgspec.Struct, frozen=True, kw_only=True):
     """Bearer token of the peer servers, new at each incarnation."""
     settings: Settings
     restore_set_aside: tuple[Step, ...] = ()
-    """Steps that crashed the worker right after their restore; not to be chosen again."""
+    """Steps that crashed the worker right after their restore; chosen again only where there is no
+    other one."""
 
 
 class HostPhase(Enum):
@@ -171,6 +172,7 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
     step: Step
     """Last step that this worker finished."""
     restored_step: Step | None = None
+    """The step that it restored, or was restoring; None where it ended before that."""
     is_retryable: bool = True
     is_before_main: bool = False
     """The program ended before it called `es.main`: no step was tried."""

@@ -195,6 +195,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, tag="ending"):
     step: Step
     message: str = ""
     """One line; the traceback is already on stderr, whole and once."""
+    phase: WorkerPhase | None = None
+    """Where it was when it ended."""
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True, tag="warmed"):

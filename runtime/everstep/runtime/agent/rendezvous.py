@@ -6,7 +6,9 @@ same step, roster and coordinator; (R2) the step is one that can be restored who
 different incarnations of a step are never mixed, since a step that was run again need not have the
 same bits; (R4) a step is never chosen because a source could not be read; (R5) what lies on a
 host's disk is never trusted over a commit: not where what is committed cannot be known, not for
-another content of a committed step, and not when a later incarnation has committed.
+another content of a committed step, and not when a later incarnation has committed; (R6) a step
+that is set aside is chosen again before the training starts over: it may be what crashed the
+worker, and it is all that is left.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ class Choice:
     fingerprint: str | None = None
     holdings: tuple[Holding, ...] = ()
     is_in_storage: bool = False
+    is_set_aside: bool = False
+    """It crashed the worker before, and there is no other one (R6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +111,27 @@ def choose(
     Args:
         inventories: one a host.
         commits: of the run's ledger, any order; or, in words, why they cannot be read.
-        set_aside: steps that crashed the worker right after their restore.
+        set_aside: steps that crashed the worker right after their restore; chosen only where there
+            is no other one (R6).
         step_committed: known to be committed, should storage not answer: memory that is older is
             then not gone back to.
     """
+    choice = _choose(inventories, commits, set_aside, step_committed=step_committed)
+    if isinstance(choice, NoChoice) or choice.step is not None or not set_aside:
+        return choice
+    choice = _choose(inventories, commits, (), step_committed=step_committed)
+    if isinstance(choice, NoChoice) or choice.step is None:
+        return choice
+    return replace(choice, is_set_aside=True)
+
+
+def _choose(
+    inventories: Sequence[Inventory],
+    commits: Sequence[Committed] | str,
+    set_aside: Sequence[Step],
+    *,
+    step_committed: Step | None,
+) -> Choice | NoChoice:
     groups, trees = _group(inventories, commits, set_aside)
     stored = (
         {c.step: c for c in commits if c.step not in set_aside}
@@ -139,7 +160,7 @@ def choose(
             open_regions.append(f"step {step}: nobody holds {first}")
         if step in stored:
             return Choice(step=step, is_in_storage=True)
-    return _start_fresh(commits, set_aside, open_regions)
+    return _find_none(commits, open_regions)
 
 
 def _group(
@@ -174,16 +195,13 @@ def _is_trusted(holding: Holding, commits: Sequence[Committed] | str) -> bool:
     )
 
 
-def _start_fresh(
-    commits: Sequence[Committed] | str, set_aside: Sequence[Step], open_regions: Sequence[str]
+def _find_none(
+    commits: Sequence[Committed] | str, open_regions: Sequence[str]
 ) -> Choice | NoChoice:
-    tried = "; ".join(open_regions[:3])
     if isinstance(commits, str):
         # R4: there may be a checkpoint behind the error.
+        tried = "; ".join(open_regions[:3])
         return NoChoice(why=f"storage cannot be read: {commits}" + (f"; {tried}" if tried else ""))
-    if commits:
-        steps = ", ".join(str(step) for step in sorted({c.step for c in commits} & set(set_aside)))
-        return NoChoice(why=f"every committed step is set aside ({steps})")
     return Choice(step=None)
 
 

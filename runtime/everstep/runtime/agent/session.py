@@ -387,13 +387,24 @@ def _take_end(state: Session, event: WorkerEnded) -> Result:
         message=message,
         at_s=event.at_s,
         step=last,
-        restored_step=state.worker.restored_step if state.worker is not None else None,
+        restored_step=_restored_step(state, event),
         is_before_main=event.is_before_main,
         stage=event.phase,
         is_retryable=cause not in NOT_RETRYABLE
         and not (event.is_before_main and event.code not in (None, 1)),
     )
     return _end(state, ended, event.at_s)
+
+
+def _restored_step(state: Session, event: WorkerEnded) -> Step | None:
+    """The assigned step, if the worker came so far as to restore it."""
+    if state.worker is None:
+        return None
+    reached = event.phase
+    if event.ending is not None and event.ending.phase is not None:
+        reached = event.ending.phase
+    has_begun = WorkerPhase.RESTORING <= reached < WorkerPhase.ENDING
+    return state.worker.restored_step if has_begun or state.restore is not None else None
 
 
 def _own_rank(state: Session) -> Rank:

@@ -126,6 +126,7 @@ class _Worker:
         send(self._sock, Connected(pid=os.getpid(), start_s=start_s))
 
         verdict, step = self._run(assignment, control, own_slot_fds, is_alone=connection.is_alone)
+        phase = WorkerPhase(control.read(Word.PHASE))
         control.write(Word.PHASE, WorkerPhase.ENDING)
         if verdict.traceback:
             _show(verdict, assignment, step, connection)
@@ -133,7 +134,7 @@ class _Worker:
             # Whoever leaves first would take its connections from under the last collective of a
             # slower member. A member that is gone is waited for briefly, and in vain.
             connection.wait_for_all(f"end/{assignment.incarnation}", END_TOGETHER_S)
-        return self._end(verdict, step)
+        return self._end(verdict, step, phase)
 
     def _await_assignment(self) -> tuple[Assignment, list[int]]:
         """Wait until it is said what this process is for; as a spare, get warm meanwhile."""
@@ -181,8 +182,9 @@ class _Worker:
         verdict = judge(error, step=run.step, is_finished=run.is_finished, is_alone=is_alone)
         return verdict, run.step
 
-    def _end(self, verdict: Verdict, step: Step) -> EndKind:
-        send(self._sock, Ending(kind=verdict.kind, step=step, message=verdict.message))
+    def _end(self, verdict: Verdict, step: Step, phase: WorkerPhase | None = None) -> EndKind:
+        ending = Ending(kind=verdict.kind, step=step, message=verdict.message, phase=phase)
+        send(self._sock, ending)
         return verdict.kind
 
 

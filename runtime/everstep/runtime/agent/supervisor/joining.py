@@ -168,6 +168,11 @@ class LeadJoin:
                 holdings=len(choice.holdings),
                 in_storage=choice.is_in_storage,
             )
+            if choice.is_set_aside:
+                self._log.warning(
+                    "every step that can be restored is set aside; the newest is tried again",
+                    step=choice.step,
+                )
         place = Place(coordinator_address=address, uri=directive.settings.checkpoint_uri)
         self._answer(rendezvous.answer(self._gathering, choice, place))
 
