@@ -19,6 +19,7 @@ FAILURES = frozenset({"kill_worker", "raise"})
 DISRUPTIONS = (
     "kill_slice",
     "kill_agent",
+    "kill_coordinator",
     "take",
     "take",
     "give",
@@ -128,6 +129,8 @@ class Story:
                 job.kill_slice(id_)
             case "kill_agent":
                 job.kill_agent(host)
+            case "kill_coordinator":
+                job.kill_coordinator(aborts=random.random() < 0.5)
             case "take":
                 job.take(id_)
             case "give":

@@ -91,6 +91,7 @@ class Agent:
     held: Held | None = None
     restore: RestoreFigures | None = None
     missing: tuple[HostId, ...] = ()
+    coordinator_lost_at_s: float | None = None
     notice: NoticeReport | None = None
     report: Report | None = None
     is_deaf: bool = False
@@ -316,6 +317,19 @@ class SimulatedJob:
         if agent.is_alive and agent.worker is Worker.TRAINING:
             self.end_worker(agent, ExitCause.USER_ERROR, message=message)
 
+    def kill_coordinator(self, *, aborts: bool = True) -> None:
+        """End the coordination service. Its agent ends its worker; the others end as they like."""
+        members = [one for one in self._members() if one is not None]
+        lead = next((one for one in members if one.host == members[0].host), None)
+        running = (Worker.RESTORING, Worker.TRAINING)
+        if lead is None or not lead.is_alive or lead.is_frozen or lead.worker not in running:
+            return
+        lead.coordinator_lost_at_s = self.now_s
+        for one in members:
+            if one.is_alive and one.incarnation == lead.incarnation and one.worker in running:
+                signal = 6 if aborts and one is not lead else None
+                self.end_worker(one, ExitCause.CONSEQUENCE, signal=signal, alone=True)
+
     def kill_slice(self, id_: SliceId, *, capacity_gone: bool = False) -> None:
         for agent in self._of(id_):
             self._exit(agent)
@@ -507,6 +521,7 @@ class SimulatedJob:
                 agent.incarnation = directive.incarnation
                 agent.worker, agent.exit, agent.restore = Worker.JOINING, None, None
                 agent.held, agent.missing = None, ()
+                agent.coordinator_lost_at_s = None
                 agent.worker_since_s = agent.phase_since_s = self.now_s
 
         elif directive.command is Command.WAIT and directive.lead == agent.host:
@@ -686,6 +701,7 @@ class SimulatedJob:
             exit=agent.exit,
             held=agent.held,
             missing=agent.missing,
+            coordinator_lost_at_s=agent.coordinator_lost_at_s,
             notice=agent.notice,
             restore=agent.restore,
             save_settled=agent.save_settled,

@@ -258,9 +258,13 @@ def test_two_slices_of_two_hosts_with_replicas_of_a_sharded_state(
     job = play(shape)
     job.apply()
     job.wait_trained([0, 1], FIRST_START)
-    with survived(job, 0, 1, failures=1), job.caught(host(1, 1), At.STEPPING):
+    with (
+        survived(job, 0, 1, disruptions=1) as recoveries,
+        job.caught(host(1, 1), At.STEPPING),
+    ):
         job.wait_collective(host(0, 0), frozen=host(1, 1))
         kill(job.coordinator(host(0, 0)))
+    assert recoveries[-1].cause == "CoordinatorLost"
     with survived(job, 0, 1, failures=1), job.caught(host(0, 1), At.COPYING):
         kill(job.zygote(host(0, 1)))
     step = job.status().step

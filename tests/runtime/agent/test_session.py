@@ -430,6 +430,39 @@ def test_a_lost_coordinator_is_a_consequence_and_ends_the_worker() -> None:
     assert kinds(effects) == [events.KillWorker]
     assert one.state.exit is not None
     assert one.state.exit.cause is ExitCause.CONSEQUENCE
+    assert one.state.coordinator_lost_at_s == 101.0
+    one.see(directive(2, [0, 1]))
+    assert one.state.coordinator_lost_at_s is None
+
+
+def test_a_coordinator_whose_end_is_seen_after_its_workers_abort_is_told_of_at_once() -> None:
+    one = Host()
+    one.run(directive(1, [0, 1]))
+    one.end(signal=6)
+    effects = one.feed(events.CoordinatorLost(incarnation=Incarnation(1), at_s=101.0))
+    assert effects == [events.Publish()]
+    assert one.state.exit is not None
+    assert one.state.exit.signal == 6
+    assert one.state.coordinator_lost_at_s == 101.0
+
+
+def test_a_coordinator_lost_before_the_answer_starts_no_worker() -> None:
+    one, directed = Host(), directive(1, [0, 1])
+    one.see(directed)
+    one.feed(events.CoordinatorLost(incarnation=Incarnation(1), at_s=101.0))
+    assert one.state.phase is HostPhase.ENDED
+    joined = Joined(assignment=assignment(directed, one.state.host))
+    answered = events.JoinAnswered(incarnation=Incarnation(1), joined=joined, at_s=102.0)
+    assert one.feed(answered) == []
+
+
+@pytest.mark.parametrize("command", [Command.WAIT, Command.STOP])
+def test_a_coordinator_that_ends_when_no_worker_is_wanted_is_no_loss(command: Command) -> None:
+    one = Host()
+    one.run(directive(1, [0, 1]))
+    one.see(directive(1, [0, 1], sequence=101, command=command))
+    assert one.feed(events.CoordinatorLost(incarnation=Incarnation(1), at_s=101.0)) == []
+    assert one.state.coordinator_lost_at_s is None
 
 
 def test_a_repeated_notice_ends_the_agent_only_when_nothing_is_lost_by_it() -> None:

@@ -50,6 +50,7 @@ class Reason(Enum):
     WORKER_KILLED = "WorkerKilled"
     WORKER_HUNG = "WorkerHung"
     AGENT_SILENT = "AgentSilent"
+    COORDINATOR_LOST = "CoordinatorLost"
     COLLECTIVE_ERROR = "CollectiveError"
     JOIN_TIMED_OUT = "JoinTimedOut"
     SCALE_UP = "ScaleUp"
@@ -111,6 +112,9 @@ TABLE: dict[Reason, ReasonEntry] = {
     Reason.WORKER_KILLED: _entry(_W, "A worker was killed by a signal.", _F),
     Reason.WORKER_HUNG: _entry(_W, "A worker made no progress within the progress timeout.", _F),
     Reason.AGENT_SILENT: _entry(_W, "An agent sent no report within the report timeout.", _D),
+    Reason.COORDINATOR_LOST: _entry(
+        _W, "The coordination service ended without having been told to.", _D
+    ),
     Reason.COLLECTIVE_ERROR: _entry(
         _W, "The workers lost each other and no first cause was found.", _F
     ),

@@ -256,6 +256,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     held: Held | None = None
     missing: tuple[HostId, ...] = ()
     """Lead only: hosts that did not join before the join deadline."""
+    coordinator_lost_at_s: float | None = None
+    """Lead only: when its coordination service of this incarnation was seen to have ended, untold.
+    Every worker ends for it."""
     notice: NoticeReport | None = None
     restore: RestoreFigures | None = None
     fenced_by: Incarnation | None = None

@@ -23,6 +23,7 @@ from everstep.controller.core.model import ProcessState
 from everstep.controller.core.transitions import (
     COALESCE_S,
     Cause,
+    charge_disruption,
     charge_failure,
     charge_lost,
     finish,
@@ -98,6 +99,8 @@ def handle_losses(turn: Turn) -> None:
         words = _words(ending) if ending else cause.message or _words_of_lost(cause, lost)
         charge_failure(turn, cause, words, crashed=crashed)
         _judge_start(turn, ending)
+    elif not lost and cause.slice is not None:
+        charge_disruption(turn, cause.reason, cause.at_s, cause.slice, cause.message)
     _forbid(turn, lost)
 
 
@@ -137,6 +140,13 @@ def _first_cause(
         if primary is None or primary.exit.at_s > first.at_s - COALESCE_S:
             reason = first.reason or Reason.SLICE_LOST
             return Cause(reason=reason, at_s=first.at_s, slice=first.id), None
+    coordinator = _lost_coordinator(turn)
+    if coordinator is not None:
+        if primary is None or primary.exit.at_s > coordinator.at_s - COALESCE_S:
+            # Its host may be lost with it, which is then the cause.
+            due_s = min(coordinator.at_s, turn.now_s) + COALESCE_S
+            turn.wake_at(due_s)
+            return (coordinator if turn.now_s >= due_s else None), None
     if primary is not None and primary.exit.cause is ExitCause.HUNG:
         # The deadlines of all are over at about the same time. Who was behind, the others waited
         # for.
@@ -179,6 +189,24 @@ def _first_cause(
         return _cause_of_absence(turn, absent, eldest), None
     reason = Reason.COLLECTIVE_ERROR
     return Cause(reason=reason, at_s=eldest.exit.at_s, slice=eldest.host.slice), eldest
+
+
+def _lost_coordinator(turn: Turn) -> Cause | None:
+    """Return the end of the coordination service, if the lead tells of one.
+
+    It ends for no worker, and every worker ends for it: by an abort, a collective error, or not at
+    all.
+    """
+    lead = turn.lead_report()
+    if lead is None or lead.coordinator_lost_at_s is None:
+        return None
+    reason = Reason.COORDINATOR_LOST
+    return Cause(
+        reason=reason,
+        at_s=lead.coordinator_lost_at_s,
+        slice=lead.host.slice,
+        message=f"The coordinator of host {lead.host}: {TABLE[reason].sentence}",
+    )
 
 
 def _host_count(turn: Turn) -> int:

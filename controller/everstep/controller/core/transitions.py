@@ -145,7 +145,9 @@ def finish(turn: Turn, reason: Reason, message: str, *, succeeded: bool = False)
     turn.tell(f"finished-{reason.value}", reason, message)
 
 
-def charge_disruption(turn: Turn, reason: Reason, at_s: float, slice_: SliceId) -> None:
+def charge_disruption(
+    turn: Turn, reason: Reason, at_s: float, slice_: SliceId, message: str = ""
+) -> None:
     """Count one disruption of one slice. It never touches the failure budget (G10).
 
     A failure that was counted a moment ago and proves to be its consequence is taken back: the
@@ -171,7 +173,8 @@ def charge_disruption(turn: Turn, reason: Reason, at_s: float, slice_: SliceId) 
     memories = _remember(turn.ledger.slices, slice_, disruptions=1, reason=reason)
     turn.change(budgets=budgets, slices=memories)
     key = f"lost-{turn.ledger.incarnation}-{slice_}"
-    turn.tell(key, reason, f"Slice {slice_}: {TABLE[reason].sentence}", slice_)
+    text = message or f"Slice {slice_}: {TABLE[reason].sentence}"
+    turn.tell(key, reason, text, slice_)
 
 
 def _note_disruption(turn: Turn, budgets: Budgets) -> tuple[float, ...]:

@@ -119,6 +119,7 @@ class Session:
     exit: WorkerExit | None = None
     held: Held | None = None
     missing: tuple[HostId, ...] = ()
+    coordinator_lost_at_s: float | None = None
     notice: NoticeReport | None = None
     restore: RestoreFigures | None = None
     fenced_by: Incarnation | None = None
@@ -257,6 +258,7 @@ def _forget_incarnation(state: Session) -> Session:
         exit=None,
         held=None,
         missing=(),
+        coordinator_lost_at_s=None,
         restore=None,
     )
 
@@ -451,8 +453,13 @@ def _finish_if_durable(state: Session, at_s: float, effects: tuple[Effect, ...])
 
 
 def _take_coordinator_lost(state: Session, event: CoordinatorLost) -> Result:
-    if event.incarnation != state.incarnation or state.worker is None or state.exit is not None:
+    is_wanted = state.directive is not None and state.directive.command is Command.RUN
+    if event.incarnation != state.incarnation or not is_wanted:
         return state, ()
+    state = replace(state, coordinator_lost_at_s=event.at_s)
+    if state.exit is not None:
+        # The worker was the first to notice.
+        return state, (Publish(),)
     message = "the coordination service ended; every member has lost its connection"
     ended = _exit(state, ExitCause.CONSEQUENCE, message=message, at_s=event.at_s)
     state, effects = _end(replace(state, exit=None), ended, event.at_s)

@@ -60,6 +60,7 @@ class Reports:
             exit=state.exit,
             held=state.held,
             missing=state.missing,
+            coordinator_lost_at_s=state.coordinator_lost_at_s,
             notice=state.notice,
             restore=state.restore,
             fenced_by=state.fenced_by,
