@@ -90,12 +90,11 @@ class Coordination:
     ) -> Service:
         """Start a service for one incarnation, on `port` or the next free one.
 
+        One that is killed before it serves is started once more, by a new forker.
+
         Raises:
             PeerUnavailable: it did not come up within `timeout_s`; why, in words.
         """
-        self.warm()
-        ours, theirs = socket.socketpair()
-        line: FrameStream[ServiceFrame] = FrameStream(ours, ServiceFrame)
         order = Serve(
             address=address,
             port=port,
@@ -104,24 +103,35 @@ class Coordination:
             register_timeout_s=SERVICE_TIMEOUT_S,
         )
         try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await self._serve(order)
+                except LinkClosed:
+                    self._log.warning("the coordination service ended at its start; once more")
+                    self._end_forker()
+                    return await self._serve(order)
+        except (LinkClosed, TimeoutError) as error:
+            raise PeerUnavailable(
+                f"the coordination service did not come up on {address}:{port}"
+            ) from error
+
+    async def _serve(self, order: Serve) -> Service:
+        self.warm()
+        ours, theirs = socket.socketpair()
+        line: FrameStream[ServiceFrame] = FrameStream(ours, ServiceFrame)
+        try:
             with theirs:
                 # A few bytes into an empty buffer: this does not wait.
                 if self._sock is not None:
                     send(self._sock, order, [theirs.fileno()])
-            async with asyncio.timeout(timeout_s):
-                frame = await line.receive()
-        except (LinkClosed, TimeoutError) as error:
-            line.close()
-            raise PeerUnavailable(
-                f"the coordination service did not come up on {address}:{port}"
-            ) from error
-        except asyncio.CancelledError:
+            frame = await line.receive()
+        except (LinkClosed, asyncio.CancelledError):
             line.close()
             raise
         if isinstance(frame, NotServing):
             line.close()
             raise PeerUnavailable(f"no coordination service: {frame.why}")
-        return self._adopt(line, frame, address, port)
+        return self._adopt(line, frame, order.address, order.port)
 
     def _adopt(
         self, line: FrameStream[ServiceFrame], frame: Serving, address: str, port: int
