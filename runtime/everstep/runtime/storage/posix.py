@@ -31,6 +31,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Lost(StorageUnavailable):
+    """What was written may be lost, and cannot be written again from here."""
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, StorageUnavailable) and not isinstance(error, _Lost)
+
+
 def translated(error: OSError, path: str) -> StorageRefused | StorageUnavailable:
     """The error in our words. The caller raises it from the original."""
     judgement = judge(error.errno, error.strerror or str(error))
@@ -53,7 +61,7 @@ def _operation(
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(_ATTEMPTS_MAX),
             wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
-            retry=tenacity.retry_if_exception_type(StorageUnavailable),
+            retry=tenacity.retry_if_exception(_may_pass),
             reraise=True,
         )
 
@@ -283,8 +291,8 @@ def _sync_of_others(path: str) -> None:
     try:
         _sync_file(path)
     except OSError as error:
-        found = error.strerror or str(error)
-        raise StorageRefused(path, f"a failed sync ({found})", "sound storage") from error
+        said = translated(error, path)
+        raise _Lost(str(said)) if isinstance(said, StorageUnavailable) else said from error
 
 
 def _write_temporary(full: str, data: bytes, *, is_synced: bool = True) -> str:
