@@ -311,16 +311,14 @@ def _read_batch(folder: str, batch: Sequence[Stored], damages: dict[int, StoredD
             for run in _runs(batch):
                 _read_run(descriptor, path, run, found)
     except StoredDamage as damage:
-        for _, one in batch:
-            found.setdefault(one.request, damage)
+        for _, wanted in batch:
+            found.setdefault(wanted.request, damage)
     # Who looks after it wants to know the file, from the step's folder on.
     name = f"{os.path.basename(folder.rstrip('/'))}/{batch[0][0].file}"
-    for request, damage in found.items():
+    for request, one in found.items():
         damages.setdefault(
             request,
-            StoredDamage(
-                damage.expected, f"{damage.found} in {name}", is_checksum=damage.is_checksum
-            ),
+            StoredDamage(one.expected, f"{one.found} in {name}", is_checksum=one.is_checksum),
         )
 
 
