@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.runtime.examples.pace import PAUSE_S_MAX, PAUSE_S_MIN, keep_pace, pause_s
+from everstep.runtime.examples.pace import PAUSE_S_MAX, PAUSE_S_MIN, Pace, pause_s
 
 COUNTS = st.integers(2, 100_000)
 
@@ -40,7 +40,9 @@ def test_the_last_step_waits_until_it_is_told(pace: Path, told: str | None) -> N
     went_on = threading.Event()
 
     def train() -> None:
-        keep_pace(9, 10)
+        incarnation = Pace(10)
+        incarnation.keep(8)
+        incarnation.keep(9)
         went_on.set()
 
     thread = threading.Thread(target=train)
@@ -60,4 +62,11 @@ def test_the_last_step_waits_until_it_is_told(pace: Path, told: str | None) -> N
 
 def test_without_a_file_nothing_waits(pace: Path) -> None:
     assert not pace.exists()
-    keep_pace(9, 10)
+    incarnation = Pace(10)
+    incarnation.keep(8)
+    incarnation.keep(9)
+
+
+def test_the_first_step_of_an_incarnation_never_waits(pace: Path) -> None:
+    pace.write_text("0")
+    Pace(10).keep(9)

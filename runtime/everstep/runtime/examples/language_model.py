@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 import everstep.runtime as es
-from everstep.runtime.examples.pace import keep_pace
+from everstep.runtime.examples.pace import Pace
 
 VOCABULARY = 256
 CONTEXT = 64
@@ -201,6 +201,7 @@ def train(run: es.Run) -> None:
         reduction=settings.reduction,
     )
     dataset = es.IndexedDataset(Windows(read_text()), batch_size=settings.batch, seed=0)
+    pace = Pace(settings.steps)
     for step in run.steps(settings.steps):
         started_s = time.monotonic()
         params, optimizer_state, metrics = step_fn(
@@ -209,7 +210,7 @@ def train(run: es.Run) -> None:
         state = {"params": params, "optimizer": optimizer_state}
         if settings.step_s:
             time.sleep(max(0.0, started_s + settings.step_s - time.monotonic()))
-        keep_pace(step, settings.steps)
+        pace.keep(step)
         run.step_done(step, state, metrics)
 
 

@@ -36,17 +36,29 @@ def pause_s(step: int, *, step_count: int, bound: int) -> float:
     return min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(ahead - 1, 16))
 
 
-def keep_pace(step: int, step_count: int) -> None:
-    """Wait as `PACE` says; it is looked at again meanwhile. Without it nothing is done."""
-    path = os.environ.get("PACE")
-    if not path:
-        return
-    began_s = time.monotonic()
-    while (bound := _bound_in(Path(path))) is not None:
-        left_s = began_s + pause_s(step, step_count=step_count, bound=bound) - time.monotonic()
-        if left_s <= 0:
+class Pace:
+    """The pace of one incarnation."""
+
+    def __init__(self, step_count: int) -> None:
+        self._step_count = step_count
+        self._path = os.environ.get("PACE")
+        self._is_first = True
+
+    def keep(self, step: int) -> None:
+        """Wait as `PACE` says; it is looked at again meanwhile. Without it nothing is done.
+
+        The first step of an incarnation never waits: the rehearsal waits for that one.
+        """
+        is_first, self._is_first = self._is_first, False
+        if not self._path or is_first:
             return
-        time.sleep(min(LOOK_EVERY_S, left_s))
+        began_s = time.monotonic()
+        while (bound := _bound_in(Path(self._path))) is not None:
+            wait_s = pause_s(step, step_count=self._step_count, bound=bound)
+            left_s = began_s + wait_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(LOOK_EVERY_S, left_s))
 
 
 def _bound_in(path: Path) -> int | None:

@@ -35,7 +35,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import everstep.runtime as es
-from everstep.runtime.examples.pace import keep_pace
+from everstep.runtime.examples.pace import Pace
 
 
 class Fault(Enum):
@@ -191,6 +191,7 @@ def train(run: es.Run) -> None:
     update = make_update(jax.tree.map(lambda a: a.sharding, state))
     rows = dataset(setting("BATCH", 24))
     step_count = setting("STEPS", 20)
+    pace = Pace(step_count)
     for step in run.steps(step_count):
         misbehave(run, step)
         if FAULT is Fault.RETURN and step == setting("FAULT_STEP", 0):
@@ -200,7 +201,7 @@ def train(run: es.Run) -> None:
         state = update(state, gradients)
         if (pause_s := step_pause_s()) > 0:
             time.sleep(pause_s)
-        keep_pace(step, step_count)
+        pace.keep(step)
         if FAULT is Fault.GROW_STATE and step >= setting("FAULT_STEP", 0):
             state = {**state, "extra": jnp.zeros(3)}
         told = {**state, "callback": print} if FAULT is Fault.UNSTORABLE else state

@@ -102,8 +102,13 @@ class Stage:
         return (self.run.folder / f"{self.run.name}.pace").absolute()
 
     def _keep_pace(self, number: int) -> None:
-        """Tell the training how far it may go at its own pace during an act."""
-        if self.story.acts:
+        """Tell the training how far it may go at its own pace during an act.
+
+        Acts that the training's end may overtake do not hold it up.
+        """
+        if number >= self.story.acts_required:
+            self._pace.unlink(missing_ok=True)
+        else:
             draft = self._pace.with_suffix(".draft")
             draft.write_text(str(self.story.bound(number)))
             draft.replace(self._pace)

@@ -95,7 +95,9 @@ class Story:
     step_count: int
     acts: tuple[Act, ...]
     acts_required: int
-    """How many acts must be over before the training is."""
+    """How many acts must be over before the training is. A drawn story may be overtaken by the end
+    on a machine where a step is quick and a start is slow; the others may not, and the training
+    waits for them."""
 
     def bound(self, number: int) -> int:
         """How many steps the training may finish at its own pace until an act is over.
