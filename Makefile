@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 # Files of tests run in so many processes: most of them wait for processes of their own.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 NAME ?= all
@@ -38,7 +38,7 @@ demo: $(DEMO_STAMP) ## Train, lose slices, go on, grow back, and compare with an
 	$(BIN)/everstep demo $(DEMO_ARGS)
 
 test: check ## Run check, then every test (PYTEST_ARGS="-k name" narrows it).
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(DEV_STAMP) ## Format, lint, types and arrows; runs nothing of the product.
 	$(BIN)/ruff format --check

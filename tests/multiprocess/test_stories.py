@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 STORY_COUNT = int(os.environ.get("EVERSTEP_STORY_COUNT", "30"))
 STORIES_AT_ONCE = 2
 STEPS = 100
