@@ -59,9 +59,9 @@ def settings_of(folder: Path, **changes: object) -> Settings:
     return msgspec.structs.replace(base, **changes)
 
 
-def free_number(name: str) -> int:
-    """A number whose addresses nobody uses now, and that no job is given for a long time."""
-    return choose_number(f"{name}-{os.getpid()}", (), port=PORT)
+def free_number(folder: Path) -> int:
+    """A number whose addresses nobody uses, and that no job is given while this folder exists."""
+    return choose_number(f"{folder.name}-{os.getpid()}", (), port=PORT, owner=folder)
 
 
 @dataclass

@@ -41,7 +41,9 @@ from waiting import wait_for
 NAME = "matrix"
 PROGRAM = "everstep.runtime.examples.tiny"
 COORDINATOR = "everstep.runtime.agent.coordinator"
-STEPS = 100
+STEPS = 160
+STEPS_UNHURRIED = 60
+"""After these a step waits a second: no disturbance takes as long as the training then does."""
 SNAPSHOT_EVERY = 2
 CHECKPOINT_EVERY = 8
 SETTLE_TIMEOUT_S = 90.0
@@ -112,6 +114,14 @@ class TrainedJob:
         return StateFolder(self.folder / "local")
 
     @property
+    def haste(self) -> Path:
+        return self.folder / "haste"
+
+    @property
+    def pace(self) -> Path:
+        return self.folder / "pace"
+
+    @property
     def uri(self) -> str:
         return (self.folder / "checkpoints").as_uri()
 
@@ -123,6 +133,8 @@ class TrainedJob:
     # What it is told.
 
     def apply(self) -> None:
+        if not self.haste.exists():
+            self.pace.write_text(str(STEPS_UNHURRIED))
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(self._manifest()))
         self.run.verb("apply", "-f", str(path))
@@ -166,7 +178,8 @@ class TrainedJob:
 
     def hurry(self) -> None:
         """Let the rest of the steps take no longer than they need."""
-        (self.folder / "haste").touch()
+        self.haste.touch()
+        self.pace.unlink(missing_ok=True)
 
     # What is seen.
 
@@ -448,7 +461,9 @@ class TrainedJob:
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             "STEPS": str(STEPS),
             "STEP_S": "0.15",
-            "HASTE": str(self.folder / "haste"),
+            "HASTE": str(self.haste),
+            "PACE": str(self.pace),
+            "PACE_S_MAX": "1",
             "WIDTH": str(WIDTH),
             "REDUCTION": shape.reduction,
             "SPREAD": str(int(shape.is_spread)),

@@ -17,8 +17,8 @@ HOSTS = (host(0), host(1))
 
 
 @pytest.fixture
-def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = free_number(request.node.nodeid)
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    number = free_number(tmp_path)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.05"}
     yield rig

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = free_number(request.node.nodeid)
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    number = free_number(tmp_path)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     yield rig
     rig.close()

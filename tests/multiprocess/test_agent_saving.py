@@ -25,8 +25,8 @@ HOSTS = (host(0), host(1))
 
 
 @pytest.fixture
-def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = free_number(request.node.nodeid)
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    number = free_number(tmp_path)
     rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.05"}
     yield rig
@@ -117,7 +117,7 @@ def test_the_next_incarnation_does_not_wait_for_a_save(rig: Rig) -> None:
 
 def test_at_any_step_rate_a_step_that_is_due_is_written(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, snapshot_every_steps=1, checkpoint_every_steps=100)
-    rig = Rig(folder=tmp_path, number=free_number("rate"), settings=settings)
+    rig = Rig(folder=tmp_path, number=free_number(tmp_path), settings=settings)
     rig.environment = {"STEPS": "100000", "STEP_S": "0"}
     try:
         rig.start(host(0))

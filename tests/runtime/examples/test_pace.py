@@ -27,6 +27,11 @@ def test_each_step_ahead_waits_twice_as_long_and_none_but_the_last_longer_than_a
     assert found[-1] == math.inf
 
 
+def test_the_longest_pause_can_be_set() -> None:
+    found = [pause_s(step, step_count=30, bound=10, longest_s=0.4) for step in range(10, 29)]
+    assert found == [PAUSE_S_MIN, *[0.4] * 18]
+
+
 @pytest.fixture
 def pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "pace"

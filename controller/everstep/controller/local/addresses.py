@@ -1,9 +1,10 @@
 """Addresses of hosts: every host has its own in 127.0.0.0/8, so ports need not differ.
 
 A job has a number, and that gives the network of its hosts. Jobs of other state folders of this
-machine cannot be seen, and those that were just chosen for hold no port yet. So the numbers that
-this user's programs chose are kept on one page for the whole machine, and the one that was chosen
-the longest ago is next.
+machine cannot be seen, and one that starts, waits or is suspended holds no port. So the numbers
+that this user's programs chose are kept on one page for the whole machine, each with the file of
+the job that it belongs to. Those whose file is gone are next, the one first that was chosen the
+longest ago.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ def host_address(number: int, host: HostId) -> str:
     return f"127.{64 + number % NUMBER_COUNT}.{host.slice + 1}.{host.host + 1}"
 
 
-def choose_number(uid: str, taken: Collection[int], *, port: int, page: Path | None = None) -> int:
+class Chosen(msgspec.Struct, frozen=True, array_like=True):
+    """A line of the page."""
+
+    number: int
+    owner: str
+    """A path: while there is something, the number belongs to it."""
+
+
+def choose_number(
+    uid: str, taken: Collection[int], *, port: int, owner: Path, page: Path | None = None
+) -> int:
     """Choose a number whose addresses nobody uses.
 
     Two that choose at the same moment get two numbers, and a number comes again after all others.
@@ -42,33 +53,37 @@ def choose_number(uid: str, taken: Collection[int], *, port: int, page: Path | N
         uid: of the new job.
         taken: numbers of the other jobs of this folder.
         port: of the agents.
+        owner: what exists as long as the job does; it may come into being after this call.
         page: of the numbers that were chosen on this machine; None for the user's own.
 
     Blocking: for as long as another one chooses: milliseconds.
     """
     with _chosen_before(page or _page_of_user()) as chosen:
-        candidates = order_candidates(uid, taken, chosen)
+        owned = {one.number for one in chosen if os.path.lexists(one.owner)}
+        candidates = order_candidates(uid, taken, owned, [one.number for one in chosen])
         free = (number for number in candidates if _is_free(number, port))
         # More jobs than numbers: the agents find out whose port is in use, and say so.
         number = next(free, candidates[0])
-        if number in chosen:
-            chosen.remove(number)
-        chosen.append(number)
+        chosen[:] = [one for one in chosen if one.number != number]
+        chosen.append(Chosen(number, str(owner.absolute())))
     return number
 
 
-def order_candidates(uid: str, taken: Collection[int], chosen: Sequence[int]) -> list[int]:
-    """Order the numbers to try: never chosen, chosen long ago, chosen just now.
+def order_candidates(
+    uid: str, taken: Collection[int], owned: Collection[int], chosen: Sequence[int]
+) -> list[int]:
+    """Order the numbers to try: never chosen, chosen long ago, chosen just now, owned.
 
     Args:
         uid: of the new job, which spreads those that were never chosen.
         taken: numbers not to try, unless all are.
+        owned: numbers of jobs that exist, to try last.
         chosen: numbers that were chosen before, the newest last.
     """
     first = zlib.crc32(uid.encode()) % NUMBER_COUNT
     numbers = [(first + i) % NUMBER_COUNT for i in range(NUMBER_COUNT)]
     age: Mapping[int, int] = {number: place for place, number in enumerate(chosen)}
-    numbers.sort(key=lambda number: age.get(number, -1))
+    numbers.sort(key=lambda number: (number in owned, age.get(number, -1)))
     return [number for number in numbers if number not in taken] or numbers
 
 
@@ -78,7 +93,7 @@ def _page_of_user() -> Path:
 
 
 @contextmanager
-def _chosen_before(page: Path) -> Generator[list[int]]:
+def _chosen_before(page: Path) -> Generator[list[Chosen]]:
     """Give the numbers chosen so far, for nobody else to change until the block is left."""
     try:
         page.parent.mkdir(mode=0o700, exist_ok=True)
@@ -92,7 +107,7 @@ def _chosen_before(page: Path) -> Generator[list[int]]:
     with open(fd, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            chosen = msgspec.json.decode(file.read(), type=list[int])
+            chosen = msgspec.json.decode(file.read(), type=list[Chosen])
         except msgspec.DecodeError:
             # New, or torn by a kill: nothing depends on it but how likely a collision is.
             chosen = []

@@ -194,7 +194,12 @@ class Store:
                 generation=1,
                 resource_version=1,
                 created_at=now_s,
-                number=choose_number(uid, taken, port=job.spec.runtime.agent_port),
+                number=choose_number(
+                    uid,
+                    taken,
+                    port=job.spec.runtime.agent_port,
+                    owner=self.folder.job(name).record,
+                ),
                 namespace=job.metadata.namespace,
                 labels=job.metadata.labels,
                 annotations=job.metadata.annotations,

@@ -3,7 +3,7 @@
 `PACE` is the path of a file that holds a number of steps. A training that has gone further waits in
 each step, twice as long as in the one before, and in its last step until the file is gone. A hold
 or a notice that comes meanwhile waits for the step under way, so for about as long as the training
-has been ahead, and not longer than `PAUSE_S_MAX`. What is computed is the same at any pace.
+has been ahead, and not longer than `PACE_S_MAX` says (15 s). What is computed is the same at any pace.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ PAUSE_S_MAX = 15.0
 LOOK_EVERY_S = 0.05
 
 
-def pause_s(step: int, *, step_count: int, bound: int) -> float:
+def pause_s(step: int, *, step_count: int, bound: int, longest_s: float = PAUSE_S_MAX) -> float:
     """How long a step waits.
 
     Args:
         step: number of the step, from 0.
         step_count: of the whole training.
         bound: steps that may be finished without waiting.
+        longest_s: of any step but the last.
     """
     ahead = step + 1 - bound
     if ahead <= 0:
@@ -33,7 +34,7 @@ def pause_s(step: int, *, step_count: int, bound: int) -> float:
     if step + 1 >= step_count:
         return math.inf
     # Without the bound on the exponent the power of a long training would be no number any more.
-    return min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(ahead - 1, 16))
+    return min(longest_s, PAUSE_S_MIN * 2.0 ** min(ahead - 1, 16))
 
 
 class Pace:
@@ -42,6 +43,7 @@ class Pace:
     def __init__(self, step_count: int) -> None:
         self._step_count = step_count
         self._path = os.environ.get("PACE")
+        self._longest_s = float(os.environ.get("PACE_S_MAX", PAUSE_S_MAX))
         self._is_first = True
 
     def keep(self, step: int) -> None:
@@ -54,7 +56,9 @@ class Pace:
             return
         began_s = time.monotonic()
         while (bound := _bound_in(Path(self._path))) is not None:
-            wait_s = pause_s(step, step_count=self._step_count, bound=bound)
+            wait_s = pause_s(
+                step, step_count=self._step_count, bound=bound, longest_s=self._longest_s
+            )
             left_s = began_s + wait_s - time.monotonic()
             if left_s <= 0:
                 return

@@ -12,7 +12,7 @@ A two-layer network learns the sum of its inputs. Everything is set by environme
 | `SPREAD` | 1: parameters are sharded across slices too | 0 |
 | `STEP_S` | seconds to sleep in each step | 0 |
 | `HASTE` | path of a file: no sleep in a step once it exists | |
-| `PACE` | path of a file with the steps that need not wait, see `examples.pace` | |
+| `PACE`, `PACE_S_MAX` | steps that need not wait, and what a step waits: `examples.pace` | |
 | `FAULT` | what goes wrong, see `Fault` | none |
 | `FAULT_STEP`, `FAULT_RANK` | in which step, on which rank (-1: all) | 0, 0 |
 | `FAULT_ONCE` | path of a file: go wrong only while it does not exist, and create it | |
