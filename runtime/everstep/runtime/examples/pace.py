@@ -3,7 +3,8 @@
 `PACE` is the path of a file that holds a number of steps. A training that has gone further waits in
 each step, twice as long as in the one before, and in its last step until the file is gone. A hold
 or a notice that comes meanwhile waits for the step under way, so for about as long as the training
-has been ahead, and not longer than `PACE_S_MAX` says (15 s). What is computed is the same at any pace.
+has been ahead, and not longer than `PACE_S_MAX` says (15 s). What is computed is the same at any
+pace.
 """
 
 from __future__ import annotations
