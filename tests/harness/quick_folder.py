@@ -18,5 +18,5 @@ _MEMORY = "/dev/shm"
 def quick_folder() -> Generator[Path]:
     """A new folder that is gone afterwards."""
     where = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
-    with tempfile.TemporaryDirectory(prefix="everstep-test-", dir=where) as folder:
+    with tempfile.TemporaryDirectory(prefix="quick-", dir=where) as folder:
         yield Path(folder)

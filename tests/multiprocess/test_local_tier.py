@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from everstep.controller.api.ids import HostId, SliceId
 from everstep.controller.api.reasons import Reason
 from everstep.runtime.checkpoint.digest import digest_newest
 from everstep.runtime.checkpoint.discover import list_commits
 from everstep.runtime.disk.copies import find_copies
 from everstep.runtime.storage.open import open_store
-from trained_job import STEPS, Shape, TrainedJob
+from trained_job import NAME, STEPS, Shape, TrainedJob
 from waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CHECKPOINT_EVERY = 40
+STEPS_UNHURRIED = 44
+"""Just past the first checkpoint, and long before the second, which ends the copies before it."""
 
 
 class LocalJob(TrainedJob):
@@ -37,11 +39,10 @@ class LocalJob(TrainedJob):
 
     def step_copied(self) -> int:
         """The newest step that the disks of all hosts have."""
-        report = self.report(HostId(SliceId(0), 0))
-        if report is None:
-            return 0
+        record = msgspec.json.decode(self.state.job(NAME).record.read_bytes())
+        uid: str = record["metadata"]["uid"]
         by_owner: dict[str, set[int]] = {}
-        for copy in find_copies(str(self.disk), f"{report.job_uid} {self.uri}")[0]:
+        for copy in find_copies(str(self.disk), f"{uid} {self.uri}")[0]:
             by_owner.setdefault(copy.record.owner, set()).add(copy.record.step)
         if len(by_owner) < len(self.all_hosts):
             return 0
@@ -56,6 +57,7 @@ def test_a_job_that_lost_all_memory_goes_on_from_its_hosts_disks_at_a_newer_step
     job = LocalJob(tmp_path / "job", Shape(slices=2, is_spread=True), tmp_path / "xla")
     try:
         job.apply()
+        job.pace.write_text(str(STEPS_UNHURRIED))
         job.wait_trained((0, 1), 1)
         job.wait_committed()
         committed = list_commits(open_store(job.uri))[-1].step

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).parents[2] / "harness"
-# Divisors of the 12 logical shards, and counts that leave slots over (5).
-MESHES = "2x1 1x2 3x1 2x2 6x1 3x2 5x1 12x1"
+# Divisors of the 12 logical shards, and a count that leaves slots over (5).
+MESHES = "2x1 1x2 2x2 3x2 5x1 12x1"
+TIMEOUT_S = 900.0
+"""Half a minute of both cores, when nobody else needs them."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def results() -> dict[str, dict[str, str]]:
     lines: list[dict[str, str]] = []
     try:
         for one in running:
-            said, errors = one.communicate(timeout=280)
+            said, errors = one.communicate(timeout=TIMEOUT_S)
             assert one.returncode == 0, errors
             lines += [json.loads(line) for line in said.splitlines()]
     finally:
@@ -49,6 +51,7 @@ def results() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("mesh", MESHES.split()[1:])
 def test_a_mesh_gives_the_bits_of_two_devices(
     mesh: str, results: dict[str, dict[str, str]]
@@ -57,6 +60,7 @@ def test_a_mesh_gives_the_bits_of_two_devices(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_training_that_is_compared_learns(results: dict[str, dict[str, str]]) -> None:
     # Equal digests of parameters that never moved would prove nothing.
     first_loss = 5.545  # log(256)

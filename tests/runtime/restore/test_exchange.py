@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import socket
@@ -171,9 +172,31 @@ def test_a_damaged_chunk_is_damaged_for_all_who_need_it() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(errors) == 2
     assert rig.stored.reads[0, (0, 0)] == 1
+
+
+@pytest.mark.parametrize("_turn", range(20))
+def test_who_fails_while_it_goes_to_another_leaves_nobody_waiting(_turn: int) -> None:
+    rig = Rig(stored((16, 48)), [columns(2)], 2, deadline_s=3600.0)
+    rig.stored.damaged = {(0, (0, 0)), (0, (1, 0))}
+    before = set(threading.enumerate())
+
+    def restore(process: int) -> None:
+        with contextlib.suppress(CheckpointInvalid):
+            rig.restore(process)
+
+    threads = [threading.Thread(target=restore, args=(p,), daemon=True) for p in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("everstep-give")]
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left)
 
 
 # One who speaks the protocol, and misbehaves.

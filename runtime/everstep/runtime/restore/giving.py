@@ -7,6 +7,7 @@ the deadline gets nothing more, and its part of the memory is free again.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -116,14 +117,25 @@ class Sender:
             self._thread.join()
 
     def stop(self) -> None:
-        """End now."""
-        self._end()
-        if self._wire is not None:
-            self._wire.close()
+        """End now: the process gets nothing more, and sees it, also if it is still gone to."""
+        with self._lock:
+            self._is_over = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    gift = self._queue.get_nowait()
+                    if gift is not None:
+                        gift.done()
+            # Wakes the thread up if it waits for the next one.
+            self._queue.put(None)
+            wire = self._wire
+        if wire is not None:
+            wire.close()
 
     def _run(self) -> None:
         try:
-            self._wire = self.connect(self.process)
+            wire = self.connect(self.process)
+            with self._lock:
+                self._wire = wire
             told = self.progress()
             while True:
                 try:
@@ -132,12 +144,15 @@ class Sender:
                     now = self.progress()
                     if now != told:
                         told = now
-                        self._wire.tell(Header(Kind.ALIVE))
+                        wire.tell(Header(Kind.ALIVE))
                     continue
-                if gift is None:
-                    self._wire.tell(Header(Kind.DONE))
+                if gift is not None:
+                    self._send(wire, gift)
+                elif self._is_over:
                     break
-                self._send(self._wire, gift)
+                else:
+                    wire.tell(Header(Kind.DONE))
+                    break
         except PeerUnavailable as error:
             self.lost(self.process, str(error))
         finally:
@@ -151,14 +166,3 @@ class Sender:
                 wire.give(gift.chunk, gift.part, gift.values)
         finally:
             gift.done()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._is_over = True
-            while True:
-                try:
-                    gift = self._queue.get_nowait()
-                except queue.Empty:
-                    return
-                if gift is not None:
-                    gift.done()
