@@ -49,6 +49,8 @@ CHECKPOINT_EVERY = 8
 SETTLE_TIMEOUT_S = 90.0
 WIDTH = 9600
 """Divides by every product of slices and devices here; about a megabyte of state."""
+STATE_BYTES = 2 * 4 * (16 + 1) * WIDTH + 4
+"""Parameters and momenta of 16 features, in float32, and a count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +408,16 @@ class TrainedJob:
             return report is not None and (report.step_snapshot or 0) >= step
 
         wait_for(held, what=f"a snapshot of step {step} on {host}", timeout_s=40)
+
+    def wait_replicated(self, hosts: Sequence[HostId], after: int) -> int:
+        """Until these hosts have their share of a newer step that their partners hold: which?"""
+
+        def replicated() -> int | None:
+            found = [self.report(host) for host in hosts]
+            step = min((r.step_replicated if r else None) or 0 for r in found)
+            return step if step > after else None
+
+        return wait_for(replicated, what=f"replicas after step {after}", timeout_s=60)
 
     def wait_committed(self) -> None:
         wait_for(

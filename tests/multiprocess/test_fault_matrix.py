@@ -267,11 +267,11 @@ def test_two_slices_of_two_hosts_with_replicas_of_a_sharded_state(
     assert recoveries[-1].cause == "CoordinatorLost"
     with survived(job, 0, 1, failures=1), job.caught(host(0, 1), At.COPYING):
         kill(job.zygote(host(0, 1)))
-    step = job.status().step
-    job.wait_snapshot(host(0), step + 2 * SNAPSHOT_EVERY)
+    replicated = job.wait_replicated([host(0, 0), host(0, 1)], after=job.status().step)
     # G3: what only slice 1 held is in the memory of slice 0 as well.
-    with survived(job, 0, disruptions=1, lost_max=2 * SNAPSHOT_EVERY) as recoveries:
+    with survived(job, 0, disruptions=1, lost_max=STEPS) as recoveries:
         job.kill_slices(1)
+    assert (recoveries[-1].step_restored or 0) >= replicated
     assert recoveries[-1].source == "memory"
     assert recoveries[-1].storage_bytes == 0
     with survived(job, 0, 1, lost_max=0):

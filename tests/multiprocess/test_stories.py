@@ -19,7 +19,7 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 STORY_COUNT = int(os.environ.get("EVERSTEP_STORY_COUNT", "30"))
-STORIES_AT_ONCE = 2
+STORIES_AT_ONCE = 1
 STEPS = 100
 TIMEOUT_S = 300.0
 

@@ -139,6 +139,7 @@ CALLS: tuple[BannedCall, ...] = (
         instead="take the token as an argument",
         allowed={
             "controller/everstep/controller/ops/clock.py": "the one source of chance",
+            "runtime/everstep/runtime/backoff.py": "a wait that others do not share",
             "runtime/everstep/runtime/checkpoint/commit.py": "tells two writers of a draft apart",
             "runtime/everstep/runtime/storage/datafiles.py": "names of data files",
             "runtime/everstep/runtime/restore/exchange.py": "the key to one exchange's door",

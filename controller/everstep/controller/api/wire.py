@@ -247,6 +247,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Last step the worker is known to have finished."""
     step_snapshot: Step | None = None
     """Newest complete snapshot held in this host's memory."""
+    step_replicated: Step | None = None
+    """Newest step of this incarnation of which this host also holds its share of the partners'."""
     step_committed: Step | None = None
     """Newest commit known (the lead reads it from the ledger)."""
     committed_at_s: float | None = None

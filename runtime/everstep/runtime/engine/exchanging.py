@@ -34,7 +34,12 @@ class _TalkMeeting:
 
 @contextlib.contextmanager
 def exchanging(
-    talk: Talk, key: str, deadline_s: float, clock: Clock | None = None
+    talk: Talk,
+    key: str,
+    deadline_s: float,
+    *,
+    address: str | None = None,
+    clock: Clock | None = None,
 ) -> Generator[Exchange | None]:
     """An exchange for one restore of one part; None where there is one process.
 
@@ -42,6 +47,7 @@ def exchanging(
         talk: with the other processes.
         key: of the part in this restore, never used before.
         deadline_s: of any wait for another process.
+        address: at which the others reach this process, where that is known.
         clock: another one for tests.
     """
     if talk.count == 1:
@@ -50,7 +56,7 @@ def exchanging(
     with Exchange(
         _TalkMeeting(talk),
         key=f"{key}/door",
-        address=own_address(),
+        address=address or own_address(),
         deadline_s=min(deadline_s, SILENCE_S),
         clock=clock or SystemClock(),
     ) as exchange:

@@ -67,19 +67,34 @@ class LinkedKeeper:
 
     def _restore_held(self, abstract: Any, shardings: list[Any]) -> tuple[Any, RestoreFigures]:
         # Fetching and verifying brings a few libraries; a fresh start does without them.
+        from everstep.runtime.engine.channel import open_channel
+        from everstep.runtime.engine.exchanging import exchanging
+        from everstep.runtime.engine.talk import Talk
         from everstep.runtime.restore.assemble import restore_state
 
         own = {
             holding: memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
             for holding, fd in zip(self._assignment.own_slots, self._own_slot_fds, strict=True)
         }
-        state, figures, self._extra = restore_state(
-            flatten(with_shardings(abstract, shardings)),
-            shardings,
-            assignment=self._assignment,
-            own_slots=own,
-            memory_bytes=RESTORE_BYTES_IN_FLIGHT,
-        )
+        assignment = self._assignment
+        # What is read from storage is read once, whoever needs it. Who does not come is not
+        # waited for as long as it takes until it is found to hang.
+        channel = open_channel(f"restore/{assignment.incarnation}")
+        with exchanging(
+            Talk(channel, self._clock),
+            f"step/{assignment.restore_step}",
+            assignment.settings.progress_timeout_s / 2,
+            address=assignment.local_address,
+            clock=self._clock,
+        ) as exchange:
+            state, figures, self._extra = restore_state(
+                flatten(with_shardings(abstract, shardings)),
+                shardings,
+                assignment=assignment,
+                own_slots=own,
+                memory_bytes=RESTORE_BYTES_IN_FLIGHT,
+                exchange=exchange,
+            )
         return state, figures
 
     def _release_own_slots(self) -> None:

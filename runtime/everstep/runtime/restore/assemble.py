@@ -265,21 +265,21 @@ def _typed(value: object, leaf: Leaf) -> object:
 def _figures(order: RestoreOrder, step: Step, tally: Tally) -> RestoreFigures:
     moved = tally.bytes_by_kind
     peers = moved[SourceKind.PEER] + moved[SourceKind.PEER_SLICE]
-    stored = moved[SourceKind.STORAGE]
+    stored, passed = moved[SourceKind.STORAGE], moved[SourceKind.PASSED]
     memory = moved[SourceKind.OWN] + peers
     local = moved[SourceKind.LOCAL] + moved[SourceKind.PEER_LOCAL]
-    if sum(map(bool, (stored, memory, local))) > 1:
+    if sum(map(bool, (stored + passed, memory, local))) > 1:
         source = "mixed"
     elif local:
         source = "local"
     else:
-        source = "storage" if stored or not order.holdings else "memory"
+        source = "storage" if stored + passed or not order.holdings else "memory"
     return RestoreFigures(
         incarnation=order.incarnation,
         step=step,
         source=source,
         own_bytes=moved[SourceKind.OWN],
-        peer_bytes=peers,
+        peer_bytes=peers + passed,
         local_bytes=local,
         storage_bytes=stored,
         rejected=tuple(tally.rejected),

@@ -87,7 +87,10 @@ class Passing:
             for at, chunk in enumerate(stage.division.shared)
             if own in chunk.needers
         ]
-        self.moved_bytes = 0
+        self.read_bytes = 0
+        """From storage, for itself and for others."""
+        self.passed_bytes = 0
+        """That others read, and that came from them."""
         self._expect(first + len(stage.division.shared))
 
     def alone(self) -> list[Piece]:
@@ -142,7 +145,7 @@ class Passing:
             What did not come, and why.
         """
         missing, moved_bytes, words = self._arrivals.wait()
-        self.moved_bytes += moved_bytes
+        self.passed_bytes += moved_bytes
         return missing, words
 
     def _expect(self, end: int) -> None:
@@ -199,7 +202,7 @@ class Passing:
             if load.loan is not None:
                 values = part_of(load.values, common, box)
                 place_cast(values, self._targets[piece.target].part(piece.region))
-            self.moved_bytes += common.size * load.values.itemsize
+        self.read_bytes += load.values.nbytes
         load.give_back()
 
     def _refuse(self, load: _Load) -> list[Piece]:

@@ -18,6 +18,7 @@ import tenacity
 from numpy.typing import NDArray
 
 from everstep.controller.api.ids import Incarnation
+from everstep.runtime.backoff import random_exponential
 from everstep.runtime.errors import Fenced, ManifestCorrupt, PeerUnavailable
 from everstep.runtime.layout.manifest import BLOCK_BYTES, Holding, SnapshotManifest
 from everstep.runtime.restore.reshard import SourceKind
@@ -135,7 +136,7 @@ class PeerMemory:
         """One request, again where the peer is not ready yet, until the deadline."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_NotYet),
-            wait=tenacity.wait_random_exponential(multiplier=0.02, max=0.5),
+            wait=random_exponential(0.02, 0.5),
             stop=tenacity.stop_after_delay(self._wait_s),
             reraise=True,
         )

@@ -115,7 +115,8 @@ def fill(
         read(replan([*had, *begun.alone(), *failed], sources.holdings, tree, bad=tally.bad))
         missing, why = begun.take()
         tally.rejected += why
-        tally.bytes_by_kind[SourceKind.STORAGE] += begun.moved_bytes
+        tally.bytes_by_kind[SourceKind.STORAGE] += begun.read_bytes
+        tally.bytes_by_kind[SourceKind.PASSED] += begun.passed_bytes
         read(replan(missing, sources.holdings, tree, bad=tally.bad))
     for copy in plan.copies:
         _copy(copy, targets)

@@ -35,6 +35,8 @@ class SourceKind(IntEnum):
     PEER_LOCAL = 4
     """The disk of another host, through its agent."""
     STORAGE = 5
+    PASSED = 6
+    """What another process read from storage and handed on: no source of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from requests.adapters import HTTPAdapter
 
+from everstep.runtime.backoff import random_exponential
 from everstep.runtime.errors import (
     EverstepError,
     InvariantViolated,
@@ -333,7 +334,7 @@ class GcsBucket:
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         passing = _passing(state)
         patience = self._patience[passing.trouble]
-        draw = tenacity.wait_random_exponential(multiplier=patience.first_s, max=patience.most_s)
+        draw = random_exponential(patience.first_s, patience.most_s)
         # The draw on top: all who were told the same do not come at once.
         return (passing.retry_after_s or 0.0) + draw(state)
 

@@ -18,6 +18,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import tenacity
 
+from everstep.runtime.backoff import random_exponential
 from everstep.runtime.errors import StorageRefused, StorageUnavailable
 from everstep.runtime.storage.retry import Verdict, judge
 from everstep.runtime.storage.store import Location, StorageMissing, checked
@@ -60,7 +61,7 @@ def _operation(
     def wrapped(self: PosixStore, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(_ATTEMPTS_MAX),
-            wait=tenacity.wait_random_exponential(multiplier=0.02, max=1.0),
+            wait=random_exponential(0.02, 1.0),
             retry=tenacity.retry_if_exception(_may_pass),
             reraise=True,
         )

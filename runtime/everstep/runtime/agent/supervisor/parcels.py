@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from everstep.controller.api.ids import HostId
+from everstep.controller.api.ids import HostId, Step
 from everstep.runtime.agent.supervisor.scope import Scope
 from everstep.runtime.agent.wire import Take, Taken
 from everstep.runtime.errors import EverstepError
@@ -31,6 +31,8 @@ class Parcels:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.step_replicated: Step | None = None
+        """See `Report.step_replicated`."""
 
     async def take(self, take: Take) -> Taken:
         """Carry a lead's order out. What fails is said in the answer.
@@ -72,6 +74,7 @@ class Parcels:
 
     def begin(self, scope: Scope) -> None:
         """Start keeping replicas of a partner slice, where the job asks for them."""
+        self.step_replicated = None
         if scope.directive.settings.snapshot_replicas > 0 and len(scope.directive.members) > 1:
             scope.spawn(self._keep_replicas(scope), "replicas")
 

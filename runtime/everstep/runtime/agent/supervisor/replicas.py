@@ -32,14 +32,16 @@ async def keep_replicas(host: Host, scope: Scope) -> None:
     while True:
         seen = await snapshots.wait_newer(seen)
         try:
-            await _replicate(host, scope, seen)
+            if await _replicate(host, scope, seen):
+                host.parcels.step_replicated = seen
         except Fenced:
             raise
         except EverstepError as error:
             host.log.warning("no replica", step=seen, why=str(error))
 
 
-async def _replicate(host: Host, scope: Scope, step: Step) -> None:
+async def _replicate(host: Host, scope: Scope, step: Step) -> bool:
+    """Whether this host holds its share of what the partners hold of a step."""
     members = scope.members
     slices = [member.slice for member in scope.directive.members]
     own = host.options.host
@@ -55,10 +57,10 @@ async def _replicate(host: Host, scope: Scope, step: Step) -> None:
     found = await asyncio.gather(*(ask(member) for member in members.hosts))
     snapshots = host.snapshots
     if snapshots is None:
-        return
+        return False
     inventory = await members.holdings(own, step)
     if not inventory.trees:
-        return  # Overwritten meanwhile: the next one is on its way.
+        return False  # Overwritten meanwhile: the next one is on its way.
     fingerprint, tree = next(iter(inventory.trees.items()))
     # Parcels are left out: what a partner keeps for others is not its own.
     originals = [
@@ -77,3 +79,5 @@ async def _replicate(host: Host, scope: Scope, step: Step) -> None:
         taken = await host.parcels.take(take)
         if taken.holding is None:
             host.log.warning("no replica", step=step, partner=partner, why=taken.message)
+            return False
+    return True

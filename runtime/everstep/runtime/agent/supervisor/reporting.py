@@ -53,6 +53,7 @@ class Reports:
             phase_since_s=state.phase_since_s,
             step=_step_of(state),
             step_snapshot=None if snapshots is None else snapshots.newest_step,
+            step_replicated=host.parcels.step_replicated,
             step_committed=state.step_committed,
             committed_at_s=self.committed_at_s,
             steps_per_s=None if following is None else following.pace.steps_per_s,
