@@ -36,14 +36,15 @@ from everstep.runtime.agent.link import WORKER_NAME, Word, WorkerPhase
 from everstep.runtime.agent.process import children_of
 from everstep.runtime.checkpoint.discover import list_commits
 from everstep.runtime.storage.open import open_store
-from waiting import wait_for
+from waiting import PATIENCE, wait_for
 
 NAME = "matrix"
 PROGRAM = "everstep.runtime.examples.tiny"
 COORDINATOR = "everstep.runtime.agent.coordinator"
 STEPS = 160
 STEPS_UNHURRIED = 60
-"""After these a step waits a second: no disturbance takes as long as the training then does."""
+PAUSE_S = 2.0
+"""After so many steps each waits so long: no disturbance takes longer than what is left then."""
 SNAPSHOT_EVERY = 2
 CHECKPOINT_EVERY = 8
 SETTLE_TIMEOUT_S = 90.0
@@ -178,6 +179,10 @@ class TrainedJob:
         place = capacity.place_of(self.state.job(NAME), slice_id)
         assert capacity.freeze(place, clock=SystemClock()) > 0
 
+    def slow_down(self) -> None:
+        """Let every step from now on take its time."""
+        self.pace.write_text(str(self.status().step))
+
     def hurry(self) -> None:
         """Let the rest of the steps take no longer than they need."""
         self.haste.touch()
@@ -255,7 +260,7 @@ class TrainedJob:
         Raises:
             Missed: it never stood still in that stage.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + PATIENCE * timeout_s
         while time.monotonic() < deadline_s:
             pid = self.worker(host)
             words = None if pid in (None, other_than) else _control_of(pid)
@@ -324,7 +329,7 @@ class TrainedJob:
         folder = self.folder / "checkpoints"
         pids = [pid for host in self.all_hosts if (pid := self.agent(host)) is not None]
         seen = set(os.listdir(folder))
-        deadline_s = time.monotonic() + 40.0
+        deadline_s = time.monotonic() + PATIENCE * 40.0
         while time.monotonic() < deadline_s:
             new = {name for name in os.listdir(folder) if name.startswith("step-")} - seen
             if not new:
@@ -383,7 +388,12 @@ class TrainedJob:
             return status if is_trained else None
 
         try:
-            return wait_for(trained, what=f"training on {members}", timeout_s=SETTLE_TIMEOUT_S)
+            return wait_for(
+                trained,
+                what=f"training on {members}",
+                timeout_s=SETTLE_TIMEOUT_S,
+                look_every_s=0.05,
+            )
         except AssertionError as error:
             status = self.status()
             raise AssertionError(
@@ -437,7 +447,9 @@ class TrainedJob:
             status = self.status()
             return status if status.phase in (Phase.SUCCEEDED, Phase.FAILED) else None
 
-        status = wait_for(ended, what="the last step", timeout_s=SETTLE_TIMEOUT_S)
+        status = wait_for(
+            ended, what="the last step", timeout_s=SETTLE_TIMEOUT_S, look_every_s=0.05
+        )
         assert status.phase is Phase.SUCCEEDED, status.message
 
     # What is left.
@@ -475,7 +487,7 @@ class TrainedJob:
             "STEP_S": "0.15",
             "HASTE": str(self.haste),
             "PACE": str(self.pace),
-            "PACE_S_MAX": "1",
+            "PACE_S_MAX": str(PAUSE_S),
             "WIDTH": str(WIDTH),
             "REDUCTION": shape.reduction,
             "SPREAD": str(int(shape.is_spread)),
@@ -504,10 +516,10 @@ class TrainedJob:
                 "runtime": {
                     "timeouts": {
                         "reportIntervalSeconds": 0.25,
-                        "reportSeconds": 2.5,
-                        "progressSeconds": 4,
-                        "joinSeconds": 30,
-                        "startSeconds": 60,
+                        "reportSeconds": 5,
+                        "progressSeconds": 8,
+                        "joinSeconds": 60,
+                        "startSeconds": 120,
                     }
                 },
                 "checkpoint": {

@@ -8,6 +8,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+PATIENCE = 4.0
+"""A machine that runs other tests beside takes so much longer. Nothing passes or fails by it."""
+
 
 def wait_for(
     condition: Callable[[], T | None],
@@ -16,7 +19,15 @@ def wait_for(
     timeout_s: float = 20.0,
     look_every_s: float = 0.01,
 ) -> T:
-    """Return the first true value of a condition; fail with `what` at the deadline."""
+    """Return the first true value of a condition; fail with `what` at the deadline.
+
+    Args:
+        condition: looked at until it is true.
+        what: is waited for, in words.
+        timeout_s: what it takes at most on a machine that does nothing else.
+        look_every_s: between two looks.
+    """
+    timeout_s *= PATIENCE
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = condition()

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from agent_rig import COORDINATOR_PORT, ODD_AGENT, Rig, host, settings_of
+from agent_rig import COORDINATOR_PORT, ODD_AGENT, Rig, free_number, host, settings_of
 from everstep.controller.api.ids import SliceId
 from everstep.controller.api.wire import ExitCause, HostPhase, Report, Request, RequestKind
 from everstep.runtime.checkpoint.discover import list_commits
@@ -33,9 +33,8 @@ PAIR = {0: 1, 1: 1}
 
 
 @pytest.fixture
-def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    number = hash(request.node.nodeid) % 128
-    rig = Rig(folder=tmp_path, number=number, settings=settings_of(tmp_path))
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(folder=tmp_path, number=free_number(tmp_path), settings=settings_of(tmp_path))
     rig.environment = {"STEPS": "100000", "STEP_S": "0.05"}
     yield rig
     rig.close()

@@ -85,10 +85,14 @@ def test_killed_at_any_time(
     make_run(run, RETENTION, 1, 2)
     step = 2
     left: Counter[int] = Counter()
+    window_s = 0.2
     for _ in range(KILLS_AT_RANDOM // RUNS):
-        ended = server.save(run, step + 1, kill_after_s=dice.uniform(0.01, 0.2))
+        ended = server.save(run, step + 1, kill_after_s=dice.uniform(0.01, window_s))
         assert ended.was_killed
-        left[len(list(run.glob("step-*")))] += 1
+        folders = len(list(run.glob("step-*")))
+        left[folders] += 1
+        # However quick this machine is, some kills come before anything is written, and some later.
+        window_s *= 1.4 if folders == KEPT else 0.8
         steps = read_all(run)
         # What was said to be there is there; at most one more is, before it could be said.
         reached = max((step, *ended.committed))

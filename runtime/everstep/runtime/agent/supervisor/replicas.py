@@ -69,6 +69,8 @@ async def _replicate(host: Host, scope: Scope, step: Step) -> bool:
         for holding in holdings[:1]
         if (holding.fingerprint, holding.incarnation) == (fingerprint, scope.incarnation)
     ]
+    if {holding.host for holding in originals} != set(members.hosts):
+        return False  # Somebody has gone on to a newer step.
     for partner in partners:
         plan = plan_evacuation(tree, originals, doomed={partner}, takers=takers)
         parts = plan.takes.get(own)
