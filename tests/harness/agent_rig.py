@@ -29,6 +29,7 @@ from everstep.controller.api.wire import (
 from everstep.controller.local.addresses import choose_number
 from everstep.runtime.agent.channel import MetricsLine
 from everstep.runtime.agent.link import WORKER_NAME
+from waiting import PATIENCE
 
 JOB_UID = "uid-1"
 PORT = 7070
@@ -178,7 +179,7 @@ class Rig:
         self, host: HostId, holds: Callable[[Report], bool], timeout_s: float = 20.0
     ) -> Report:
         """Wait until a host's report satisfies a condition."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + PATIENCE * timeout_s
         report: Report | None = None
         while time.monotonic() < deadline_s:
             report = self.report(host)
@@ -264,10 +265,10 @@ class Rig:
             command=Command.STOP,
         )
         for process in self.agents.values():
-            process.wait(10)
+            process.wait(PATIENCE * 10)
 
     def assert_nothing_left(self, timeout_s: float = 5.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + PATIENCE * timeout_s
         while (left := self.processes()) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert not left, [process.cmdline() for process in left]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -140,11 +141,11 @@ class Everstep:
 
     def close(self) -> None:
         """End everything, whatever state the test left."""
-        pid = self.controller()
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-        for agent in self.agents():
-            os.kill(agent, signal.SIGKILL)
+        controller = self.controller()
+        for pid in (*self.agents(), *(() if controller is None else (controller,))):
+            # One that ends by itself in this moment is what is wanted.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for path in self.folder.jobs.glob("*/capacity/*.json"):
             # A reclaimer finds that its notice does not stand, and ends.
             path.unlink(missing_ok=True)

@@ -231,7 +231,7 @@ class Training:
         return self.end(EndKind.DONE, step)
 
     def capture(self, step: int, *, is_required: bool) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while (slot := self.control.read(Word.SLOT_GRANTED)) in (-1, self.last_slot):
             if not is_required:
                 return

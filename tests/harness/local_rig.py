@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ class LocalRig:
         """End everything that was started, whatever state the test left."""
         for pids in self.agents().values():
             for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for path in self.folder.jobs.glob("*/reclaimers/*.json"):
             path.unlink(missing_ok=True)

@@ -148,6 +148,9 @@ class UnkindProxy:
             self._ready.set()
             await self._stop.wait()
             await runner.cleanup()
+        # Who was just let in, or has just been let go, is closed in the next turns of the loop.
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     def expire_tokens(self) -> None:
         """Refuse all that were given, with 401."""

@@ -26,7 +26,7 @@ class PatientJob(TrainedJob):
 def test_after_the_loss_of_everything_each_byte_is_read_once(
     tmp_path: Path, is_spread: bool
 ) -> None:
-    shape = Shape(slices=2, hosts=2, is_spread=is_spread, on_loss="ShrinkImmediately")
+    shape = Shape(slices=2, hosts=2, is_spread=is_spread)
     job = PatientJob(tmp_path / "job", shape, tmp_path / "compiled")
     try:
         job.apply()

@@ -34,6 +34,7 @@ from everstep.controller.ops.clock import SystemClock, fresh_token
 from everstep.controller.reconcile.reconciler import Reconciler, Result
 from local_rig import LocalRig, silent_log
 from reports import write_report
+from waiting import PATIENCE
 
 # The child does nothing of jax, which another test may have brought up in this process.
 pytestmark = [
@@ -147,7 +148,7 @@ class Scenario:
         """Be the next controller until there is nothing to do."""
         self.rig.restart()
         tidy(self.rig.folder, log=silent_log())
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE * 20
         quiet = 0
         while quiet < 2:
             assert time.monotonic() < deadline_s, f"still busy: {self.summary()}"

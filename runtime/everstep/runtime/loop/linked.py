@@ -41,6 +41,7 @@ class LinkedKeeper:
         self._sock = sock
         self._control = control
         self._extra: Mapping[str, str] = {}
+        self._restores = 0
         self._own_slot_fds = own_slot_fds
         self._clock = clock
         timeout_s = min(GRANT_TIMEOUT_MAX_S, assignment.settings.progress_timeout_s / 2)
@@ -80,9 +81,10 @@ class LinkedKeeper:
         # What is read from storage is read once, whoever needs it. Who does not come is not
         # waited for as long as it takes until it is found to hang.
         channel = open_channel(f"restore/{assignment.incarnation}")
+        self._restores += 1
         with exchanging(
             Talk(channel, self._clock),
-            f"step/{assignment.restore_step}",
+            f"{self._restores}/step/{assignment.restore_step}",
             assignment.settings.progress_timeout_s / 2,
             address=assignment.local_address,
             clock=self._clock,
