@@ -142,10 +142,13 @@ class Everstep:
     def close(self) -> None:
         """End everything, whatever state the test left."""
         controller = self.controller()
-        for pid in (*self.agents(), *(() if controller is None else (controller,))):
-            # One that ends by itself in this moment is what is wanted.
+        # One that ends by itself in this moment is what is wanted.
+        if controller is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(controller, signal.SIGKILL)
+        for agent in self.agents():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
         for path in self.folder.jobs.glob("*/capacity/*.json"):
             # A reclaimer finds that its notice does not stand, and ends.
             path.unlink(missing_ok=True)
