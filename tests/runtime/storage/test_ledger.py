@@ -264,3 +264,61 @@ def test_incarnations_are_compared_within_a_job_only(store: Store) -> None:
     assert ledger.claim(Incarnation(2), "b").incarnation == 2
     with pytest.raises(Fenced):
         ledger.claim(Incarnation(1), "b")
+
+
+class Counted(MemoryStore):
+    """Counts what is read."""
+
+    reads = 0
+
+    def read(self, path: str) -> bytes:
+        self.reads += 1
+        return super().read(path)
+
+
+def test_who_keeps_a_ledger_to_look_at_reads_an_entry_once_and_the_newest_commit_again() -> None:
+    store = Counted()
+    writer = claimed(store)
+    for step in range(10, 200, 10):
+        append(writer, step)
+    kept = RunLedger(store)
+    kept.look()
+    before = store.reads
+    kept.look()
+    assert store.reads - before == 1
+    append(writer, 200)
+    before = store.reads
+    kept.look()
+    assert store.reads - before == 2
+    assert [commit.step for commit in kept.commits()] == list(range(10, 210, 10))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3], ids=["shorter", "as long", "longer"])
+def test_who_keeps_a_ledger_sees_a_run_that_was_deleted_and_begun_anew(store: Store, count: int) -> None:
+    writer = claimed(store)
+    append(writer, 10)
+    append(writer, 20)
+    kept = RunLedger(store)
+    kept.look()
+    store.delete_tree(FOLDER)
+    writer = claimed(store)
+    for step in range(15, 15 + count):
+        append(writer, step)
+    kept.look()
+    assert [commit.step for commit in kept.commits()] == list(range(15, 15 + count))
+
+
+def test_who_keeps_a_ledger_gives_up_what_a_person_set_aside(tmp_path: Path) -> None:
+    store = PosixStore(str(tmp_path))
+    writer = claimed(store)
+    append(writer, 10)
+    append(writer, 20)
+    kept = RunLedger(store)
+    kept.look()
+    path = tmp_path / entry_path(2)
+    path.rename(f"{path}.damaged")
+    kept.look()
+    assert [commit.step for commit in kept.commits()] == [20]
+    (tmp_path / f"{entry_path(2)}.damaged").rename(path)
+    kept.look()
+    assert [commit.step for commit in kept.commits()] == [10, 20]

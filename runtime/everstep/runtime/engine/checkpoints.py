@@ -84,6 +84,8 @@ class Checkpoints:
             raise ConfigurationError("memory_bytes", memory_bytes, "more than 0 bytes")
         self._store = open_store(self.uri)
         self._ledger = RunLedger(self._store)
+        # To look at, by any thread: what was read of it is not read again.
+        self._seen = RunLedger(self._store)
         self._clock = clock or SystemClock()
         self._retention = retention or Retention()
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
@@ -246,6 +248,7 @@ class Checkpoints:
                 deadline_s=self._deadline_s,
                 memory_bytes=self._memory_bytes,
                 log=log,
+                ledger=self._seen,
                 options=options,
                 local=self._local(talk),
             )
@@ -424,6 +427,5 @@ class Checkpoints:
         return self._ledger.claim(incarnation, JOB).incarnation
 
     def _commits(self) -> tuple[Commit, ...]:
-        ledger = RunLedger(self._store)
-        ledger.refresh()
-        return ledger.commits()
+        self._seen.look()
+        return self._seen.commits()

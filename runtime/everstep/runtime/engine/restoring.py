@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,13 @@ from everstep.runtime.errors import (
 from everstep.runtime.layout.flat import FlatState
 from everstep.runtime.layout.manifest import Holding
 from everstep.runtime.restore.assemble import restore_state
+from everstep.runtime.restore.opened import StoredReader
 from everstep.runtime.restore.options import EVERYTHING, RestoreOptions
 from everstep.runtime.storage.foreign_steps import ItemKind
 from everstep.runtime.storage.history import Commit
 from everstep.runtime.storage.ledger import RunLedger
 from everstep.runtime.storage.manifest import PYTREE, CheckpointManifest, FormatNewer
-from everstep.runtime.storage.reader import read_item_file, read_manifest
+from everstep.runtime.storage.reader import CheckpointReader, read_item_file, read_manifest
 from everstep.runtime.storage.store import Store
 
 
@@ -74,10 +75,26 @@ class Restoring:
         deadline_s: float,
         memory_bytes: int,
         log: logging.Logger,
+        ledger: RunLedger,
         options: RestoreOptions = EVERYTHING,
         local: LocalCopies | None = None,
     ) -> None:
-        self._local = local
+        """Prepare; nothing is read yet.
+
+        Args:
+            store: of the run.
+            talk: with the other processes.
+            key: of this restore, never used before.
+            deadline_s: of every wait for another process.
+            memory_bytes: bound of what is in flight.
+            log: for what a person should know.
+            ledger: of the run, kept between restores: what was read of it is not read again.
+            options: what may differ between what was saved and what is wanted.
+            local: copies of this process; None where it has no local tier.
+        """
+        self._local, self._ledger = local, ledger
+        self._is_local_used = local is not None
+        """On all processes, as process 0 has it: they may have been set up otherwise."""
         self._store, self._talk, self._key, self._log = store, talk, key, log
         self._deadline_s, self._memory_bytes = deadline_s, memory_bytes
         self._options = options
@@ -135,24 +152,45 @@ class Restoring:
     def _next(self, wanted: int | None, passed: Mapping[Step, str]) -> Step | None:
         """The step to try now; what process 0 sees counts.
 
-        The ledger is read anew each time: while an old step was tried, newer ones may have come.
+        It looks anew each time: while an old step was tried, newer ones may have come.
         """
-        self._look()
         key = f"{self._key}/{len(passed)}/step"
         if not self._talk.leads:
-            by_s = self._talk.deadline(self._deadline_s)
-            told = self._talk.hear(key, by_s, "process 0 has not begun to restore")
-            return None if told["step"] is None else Step(told["step"])
+            return self._told_step(key)
+        self._look()
         left = [s for s in self._steps() if s not in passed and wanted in (None, s)]
         step = max(left, default=None)
-        self._talk.tell(key, step=step)
+        commit = None if step is None else self._commits.get(step)
+        self._talk.tell(
+            key,
+            step=step,
+            entry=None if commit is None else [commit.number, commit.digest],
+            local=self._is_local_used,
+        )
+        return step
+
+    def _told_step(self, key: str) -> Step | None:
+        """What process 0 says; storage is looked at only where that is not known yet."""
+        by_s = self._talk.deadline(self._deadline_s)
+        told = self._talk.hear(key, by_s, "process 0 has not begun to restore")
+        self._is_local_used = bool(told["local"])
+        if told["step"] is None:
+            self._look()
+            return None
+        step = Step(told["step"])
+        self._note_commits()
+        commit = self._commits.get(step)
+        if commit is None or [commit.number, commit.digest] != told["entry"]:
+            self._look()
         return step
 
     def _look(self) -> None:
-        ledger = RunLedger(self._store)
-        ledger.refresh()
-        self._commits = {commit.step: commit for commit in ledger.commits()}
+        self._ledger.look()
+        self._note_commits()
         self._foreign = foreign_steps(self._store)
+
+    def _note_commits(self) -> None:
+        self._commits = {commit.step: commit for commit in self._ledger.commits()}
 
     def _steps(self) -> set[Step]:
         return {*self._commits, *self._foreign}
@@ -205,7 +243,9 @@ class Restoring:
         by_s = self._talk.deadline(min(self._deadline_s, SILENCE_S))
         content = found.content(name)
         with (
-            local_of(self._local, self._talk, own, by_s, content, self._log) as local,
+            local_of(
+                self._local, self._talk, own, by_s, content, self._is_local_used, self._log
+            ) as local,
             exchanging(self._talk, own, self._deadline_s) as exchange,
         ):
             restored = restore_state(
@@ -217,6 +257,7 @@ class Restoring:
                 options=options,
                 exchange=exchange,
                 local=local,
+                stored=found.opener(name),
             )
         figures = restored.figures
         if figures.local_bytes:
@@ -271,6 +312,10 @@ class _OwnStep:
     def is_tree(self, name: str) -> bool:
         return self._manifest.items[name].handler == PYTREE
 
+    def opener(self, name: str) -> Callable[[], StoredReader]:
+        """Opens a tree of the step."""
+        return lambda: CheckpointReader(self._store, self._commit, name, manifest=self._manifest)
+
     def content(self, name: str) -> Content:
         """By what a local copy of this part is known."""
         fingerprint = self._manifest.items[name].tree.fingerprint
@@ -299,6 +344,10 @@ class _OrbaxStep:
 
     def is_tree(self, name: str) -> bool:
         return self._opened.kind(name) is not ItemKind.JSON
+
+    def opener(self, name: str) -> None:
+        """It is opened in the words of who asks: by `restore.opened`."""
+        del name
 
     def content(self, name: str) -> None:
         """Nobody has local copies of what Orbax wrote."""

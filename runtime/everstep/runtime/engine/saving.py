@@ -35,7 +35,13 @@ from everstep.runtime.engine.shares import (
 )
 from everstep.runtime.engine.talk import PeerFailed, Talk
 from everstep.runtime.engine.tiers import Committed, LocalCopies
-from everstep.runtime.errors import EverstepError, Fenced, PeerUnavailable, StateRefused
+from everstep.runtime.errors import (
+    EverstepError,
+    Fenced,
+    InvariantViolated,
+    PeerUnavailable,
+    StateRefused,
+)
 from everstep.runtime.layout.manifest import Region, Shard
 from everstep.runtime.layout.scalars import inline_extra
 from everstep.runtime.snapshot.regions import region_array
@@ -176,8 +182,10 @@ class Writer:
             else:
                 captured.release()
             captured.saved.settle(failure)
-            if self._talk.leads and failure is None:
-                self._clean()
+            if failure is None:
+                self._forget(captured.number - 2)
+                if self._talk.leads:
+                    self._clean()
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()
@@ -200,11 +208,8 @@ class Writer:
     def _write(self, captured: CapturedStep) -> Committed:
         by_s = self._talk.deadline(self._deadline_s)
         if self._talk.leads:
-            committed = self._lead(captured, by_s)
-        else:
-            committed = self._follow(captured, by_s)
-        self._forget(captured.number - 2)
-        return committed
+            return self._lead(captured, by_s)
+        return self._follow(captured, by_s)
 
     def _follow(self, captured: CapturedStep, by_s: float) -> Committed:
         key = captured.key
@@ -265,8 +270,14 @@ class Writer:
         )
 
     def _begin(self, captured: CapturedStep) -> str:
-        claim = self._ledger.verify_claim()
-        return begin(self._store, captured.saved.step, claim.incarnation, ledger=self._ledger)
+        return begin(self._store, captured.saved.step, self._incarnation(), ledger=self._ledger)
+
+    def _incarnation(self) -> Incarnation:
+        """In whose name it is committed; `begin` and `commit_items` ask whether it still may."""
+        claim = self._ledger.own_claim
+        if claim is None:
+            raise InvariantViolated("a step is written before its run was claimed")
+        return claim.incarnation
 
     def _write_parts(self, captured: CapturedStep, draft: str, by_s: float) -> _Written:
         written = _Written({}, {})
@@ -361,13 +372,12 @@ class Writer:
         extra = dict(inline_extra(state.tree)) if state is not None else {}
         if captured.metadata is not None:
             extra[METADATA] = json.dumps(captured.metadata)
-        claim = self._ledger.verify_claim()
         return commit_items(
             self._store,
             self._ledger,
             draft=draft,
             step=captured.saved.step,
-            incarnation=claim.incarnation,
+            incarnation=self._incarnation(),
             items=items,
             extra=extra,
             now_s=self._clock.unix_s(),

@@ -169,12 +169,13 @@ def local_of(
     key: str,
     by_s: float,
     content: Content | None,
+    is_used: bool,
     log: logging.Logger,
 ) -> Generator[Local]:
     """What the processes' disks have of one part of a committed step, for one restore.
 
     Every process tells the others what it will read from its own disk, so that none reads that
-    for it. Whether that is done is for process 0 to say: they may have been set up otherwise.
+    for it.
 
     Args:
         copies: of this process; None where it has no local tier.
@@ -183,17 +184,17 @@ def local_of(
         by_s: until when the others are waited for, on the monotonic clock. Without what one of
             them has, everything is read from the run.
         content: what is restored; None when nobody has copies of it.
+        is_used: whether that is done; process 0 has said so.
     """
     opened: list[tuple[LocalDisk, LocalBytes]] = []
     try:
         local = Local()
-        if content is not None:
+        if content is not None and is_used:
             try:
-                if _is_used(copies, talk, key, by_s):
-                    opened = copies.open(content) if copies is not None else []
-                    disks = tuple(disk for disk, _ in opened)
-                    held = _told(talk, key, by_s, held_of(disks))
-                    local = Local(disks=disks, held=held)
+                opened = copies.open(content) if copies is not None else []
+                disks = tuple(disk for disk, _ in opened)
+                held = _told(talk, key, by_s, held_of(disks))
+                local = Local(disks=disks, held=held)
             except PeerUnavailable as error:
                 log.warning("local copies are not read: %s", error)
         yield local
@@ -216,12 +217,3 @@ def _told(talk: Talk, key: str, by_s: float, own: Held) -> dict[int, Held]:
         )
         held[process] = dict(found)
     return held
-
-
-def _is_used(copies: LocalCopies | None, talk: Talk, key: str, by_s: float) -> bool:
-    if talk.count == 1:
-        return copies is not None
-    if talk.leads:
-        talk.tell(f"{key}/local", used=copies is not None)
-        return copies is not None
-    return bool(talk.hear(f"{key}/local", by_s, "process 0 has not begun to restore")["used"])

@@ -24,7 +24,12 @@ from everstep.runtime.layout.tree import Leaf, LeafKind
 from everstep.runtime.restore.agreeing import Wants, begin_exchange
 from everstep.runtime.restore.division import Held
 from everstep.runtime.restore.exchange import Exchange
-from everstep.runtime.restore.opened import OpenedSources, RestoreOrder, held_of
+from everstep.runtime.restore.opened import (
+    OpenedSources,
+    RestoreOrder,
+    StoredReader,
+    held_of,
+)
 from everstep.runtime.restore.options import EVERYTHING, RestoreOptions, needs_value
 from everstep.runtime.restore.outcome import Target
 from everstep.runtime.restore.refill import Tally, fill
@@ -73,6 +78,7 @@ def restore_state(
     options: RestoreOptions = EVERYTHING,
     exchange: Exchange | None = None,
     local: Local = NOTHING_LOCAL,
+    stored: Callable[[], StoredReader] | None = None,
 ) -> RestoredState:
     """Restore the assignment's step onto the shardings of `like`.
 
@@ -88,6 +94,8 @@ def restore_state(
         exchange: with the other processes that restore the same; fresh. It is used when all is
             read from storage, and `close` is its owner's.
         local: what disks of hosts hold of the stored step.
+        stored: opens the stored step, where the caller has looked at it already. Only for a
+            restore from storage alone.
 
     Returns:
         The state, with the saved values of Python scalars; the figures; the step's `extra`.
@@ -105,7 +113,7 @@ def restore_state(
     if step is None:
         raise CheckpointInvalid("restore", "the step", "a step", "none: start fresh")
     tally = Tally()
-    opened = OpenedSources(assignment, own_slots, tally, local.disks)
+    opened = OpenedSources(assignment, own_slots, tally, local.disks, stored)
     saved, extra = opened.describe(like.tree)
     matches = options.match(saved, like.tree)
     wanted = plan_wanted(like, shardings, matches, is_shared=exchange is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -29,6 +29,21 @@ class StoredStep(Protocol):
 
     @property
     def item(self) -> str: ...
+
+
+class StoredReader(Protocol):
+    """An opened checkpoint: `storage.reader.CheckpointReader`."""
+
+    @property
+    def tree(self) -> TreeSpec: ...
+
+    @property
+    def extra(self) -> Mapping[str, str]: ...
+
+    @property
+    def chunks(self) -> Mapping[int, tuple[int, ...]]: ...
+
+    def read_many(self, reads: Sequence[tuple[Region, NDArray[Any]]]) -> None: ...
 
 
 class RestoreOrder(Protocol):
@@ -62,6 +77,7 @@ class OpenedSources:
         own_slots: Mapping[str, memoryview],
         tally: Tally,
         local: Sequence[LocalDisk] = (),
+        stored: Callable[[], StoredReader] | None = None,
     ) -> None:
         self._order, self._tally, self._local = order, tally, local
         self._peers = [self._peer(holding) for holding in order.holdings]
@@ -72,7 +88,7 @@ class OpenedSources:
             self._memories[index] = peer if memory is None else OwnMemory(peer, memory)
         self._storage: _Storage | None = None
         if order.storage is not None:
-            self._storage = _Storage(order.storage)
+            self._storage = _Storage(order.storage, stored)
 
     def describe(self, wanted: TreeSpec | None = None) -> tuple[TreeSpec, Mapping[str, str]]:
         """Tree and extra of the step, from the first source that tells.
@@ -151,8 +167,8 @@ def held_of(local: Sequence[LocalDisk]) -> dict[int, list[Box]]:
 class _Storage:
     """The checkpoint of the step, opened at its first use."""
 
-    def __init__(self, stored: StoredStep) -> None:
-        self._stored = stored
+    def __init__(self, stored: StoredStep, opener: Callable[[], StoredReader] | None) -> None:
+        self._stored, self._opener = stored, opener
         self._reader: Any = None
         self.expected: TreeSpec | None = None
         """The tree that other sources of this step have; leaves are called by their index."""
@@ -177,7 +193,9 @@ class _Storage:
         self._open().read_many(reads)
 
     def _open(self) -> Any:
-        if self._reader is None:
+        if self._reader is None and self._opener is not None:
+            self._reader = self._opener()
+        elif self._reader is None:
             # Only here: tensorstore takes a tenth of a second to import, and a restore from
             # memory does without it.
             from everstep.runtime.storage.foreign_reader import open_foreign_item

@@ -78,13 +78,44 @@ class RunLedger:
             StorageUnavailable: storage did not answer. What was read before stays as it was.
         """
         with self._lock:
-            names = self._store.list(FOLDER)
-            damaged = {number for name in names if (number := _number(name, _DAMAGED)) is not None}
-            present = {number for name in names if (number := _number(name, _SUFFIX)) is not None}
-            for number in range(self._top + 1, max(present | damaged, default=0) + 1):
-                if number not in damaged:
-                    self._entries.append(self._read(number))
-                self._top = number
+            self._read_on(*self._listed())
+
+    def look(self) -> None:
+        """As `refresh`, for a ledger that is kept to look at, and never claimed.
+
+        A run that was deleted and begun anew in the same folder is read from its start, and so is
+        one in which a person gave an entry up.
+        """
+        with self._lock:
+            present, damaged = self._listed()
+            if self._is_of_this_run(present, damaged):
+                self._read_on(present, damaged)
+                return
+            anew = RunLedger(self._store)
+            anew.refresh()
+            self._entries, self._top = anew._entries, anew._top
+
+    def _is_of_this_run(self, present: set[int], damaged: set[int]) -> bool:
+        """Whether what was read is still there. Of two runs, no two commits are the same."""
+        known = {entry.number for entry in self._entries}
+        if known != {number for number in present - damaged if number <= self._top}:
+            return False
+        commits = [entry for entry in self._entries if isinstance(entry, Committed)]
+        telling = (commits or self._entries)[-1:]
+        return all(self._read(entry.number) == entry for entry in telling)
+
+    def _listed(self) -> tuple[set[int], set[int]]:
+        """Numbers of the entries that are there, and of those that a person gave up."""
+        names = self._store.list(FOLDER)
+        present = {number for name in names if (number := _number(name, _SUFFIX)) is not None}
+        damaged = {number for name in names if (number := _number(name, _DAMAGED)) is not None}
+        return present, damaged
+
+    def _read_on(self, present: set[int], damaged: set[int]) -> None:
+        for number in range(self._top + 1, max(present | damaged, default=0) + 1):
+            if number not in damaged:
+                self._entries.append(self._read(number))
+            self._top = number
 
     def is_behind(self) -> bool:
         """Whether somebody has appended since the last `refresh`. One question to storage.

@@ -59,20 +59,30 @@ def _operation(
 
     @functools.wraps(method)
     def wrapped(self: PosixStore, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(_ATTEMPTS_MAX),
-            wait=random_exponential(0.02, 1.0),
-            retry=tenacity.retry_if_exception(_may_pass),
-            reraise=True,
-        )
-
         def attempt() -> R:
             try:
                 return method(self, path, *args, **kwargs)
             except OSError as error:
                 raise translated(error, error.filename or self.full(path)) from error
 
-        return retrying(attempt)
+        try:
+            return attempt()
+        except StorageUnavailable as error:
+            first = [error]
+
+        def again() -> R:
+            if first:
+                raise first.pop()
+            return attempt()
+
+        # Only after a failure: the machinery takes longer than most operations do.
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(_ATTEMPTS_MAX),
+            wait=random_exponential(0.02, 1.0),
+            retry=tenacity.retry_if_exception(_may_pass),
+            reraise=True,
+        )
+        return retrying(again)
 
     return wrapped
 

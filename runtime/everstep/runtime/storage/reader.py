@@ -29,8 +29,21 @@ class CheckpointReader:
     against the digest in the ledger, every chunk against the checksum noted when it was written.
     """
 
-    def __init__(self, store: Store, commit: Commit, item: str = files.STATE) -> None:
+    def __init__(
+        self,
+        store: Store,
+        commit: Commit,
+        item: str = files.STATE,
+        *,
+        manifest: files.CheckpointManifest | None = None,
+    ) -> None:
         """Open one item of a checkpoint, and verify its small files.
+
+        Args:
+            store: of the run.
+            commit: of the step.
+            item: which of its parts.
+            manifest: from `read_manifest`, where the caller has it already.
 
         Raises:
             KeyError: the step has no item of this name.
@@ -42,7 +55,7 @@ class CheckpointReader:
         self.commit = commit
         self.item = item
         self.where = f"{store.uri}/{commit.folder}"
-        self.manifest = read_manifest(store, commit)
+        self.manifest = manifest or read_manifest(store, commit)
         self._item = self.manifest.items[item]
         contents = {
             name: self._verified(name)
