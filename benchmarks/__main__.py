@@ -1,5 +1,10 @@
 """`python -m benchmarks [NAME] [--seed N] [--quick | --full] [--out FOLDER]`: measure and print.
 
+A benchmark of many cases (`checkpoint`) can be taken in parts, whose figures come together in one
+file: `--only tmpfs-64MiB,one` measures cases with such words in their keys, again where they are
+there; `--rest` those that the file lacks; `--minutes 9` begins none that would end later. Of
+what was measured, `--plot` draws the picture in `docs/explanation`.
+
 The exit code is 0 also where a figure falls short: a slow day is no bug, and the table says it.
 It is 1 when a benchmark could not measure, 2 when there is none of that name.
 """
@@ -16,7 +21,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.figures import Arguments, Figure, Results, available, load, machine, write
+from benchmarks.figures import (
+    Arguments,
+    Figure,
+    Results,
+    available,
+    load,
+    machine,
+    merged,
+    write,
+)
 
 OUT = Path(".everstep/bench")
 ALL = "all"
@@ -28,20 +42,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of everything random")
     parser.add_argument("--quick", action="store_true", help="few repetitions, small states")
     parser.add_argument("--full", action="store_true", help="large states and every combination")
+    parser.add_argument("--only", default="", help="words of the keys of cases, between commas")
+    parser.add_argument("--rest", action="store_true", help="cases that were not measured yet")
+    parser.add_argument("--minutes", type=float, help="begin no case that would end later")
+    parser.add_argument("--plot", action="store_true", help="draw what was measured; no more")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
     asked = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
+    path: Path = asked.out / f"{asked.name}.json"
+    if asked.plot:
+        return _plot(asked.name, path)
     if asked.name == ALL:
         return _run_all(given)
     if asked.name not in available():
         print(f"no benchmark {asked.name!r}; there are {', '.join(available())}", file=sys.stderr)
         return 2
-    figures = load(asked.name).run(Arguments(seed=asked.seed, quick=asked.quick, full=asked.full))
+    is_part = asked.only or asked.rest or asked.minutes is not None
+    before = read(path).figures if is_part and path.exists() else ()
+    done = frozenset(figure.case for figure in before if figure.case) if asked.rest else frozenset()
     command = " ".join(["python -m benchmarks", *given])
-    results = Results(figures=tuple(figures), machine=machine(), command=command)
-    path: Path = asked.out / f"{asked.name}.json"
+    results = Results(figures=before, machine=machine(), command=command)
+    new: list[Figure] = []
+    for figure in load(asked.name).run(
+        Arguments(
+            seed=asked.seed,
+            quick=asked.quick,
+            full=asked.full,
+            only=asked.only,
+            done=done,
+            minutes=asked.minutes,
+        )
+    ):
+        # What was measured is kept, whatever becomes of the next.
+        new.append(figure)
+        figures = merged(before, new)
+        results = msgspec.structs.replace(results, figures=figures, machine=machine())
+        write(results, path)
     write(results, path)
-    show(asked.name, results, path)
+    show(asked.name, msgspec.structs.replace(results, figures=tuple(new)), path)
+    return 0
+
+
+def _plot(name: str, path: Path) -> int:
+    """The picture for the documentation, of the one benchmark that has one."""
+    # Only here: nothing else needs the library.
+    from benchmarks.checkpoint_plots import PATH, draw
+
+    if name != "checkpoint" or not path.exists() or not draw(read(path).figures):
+        print(f"nothing to draw: {path} with two sizes of states is needed", file=sys.stderr)
+        return 2
+    print(PATH)
     return 0
 
 

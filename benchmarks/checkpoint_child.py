@@ -30,6 +30,10 @@ class Side(Protocol):
         """Whether what was restored is what was saved, bit for bit. It is given up then."""
         ...
 
+    def drop(self) -> None:
+        """Give up what was restored."""
+        ...
+
 
 def main() -> int:
     case: dict[str, Any] = json.loads(sys.argv[1])
@@ -51,6 +55,10 @@ def _carry_out(side: Side, request: dict[str, Any]) -> dict[str, Any]:
     what = request["do"]
     if what == "verify":
         return {"is_same": side.verify()}
+    if what == "drop":
+        side.drop()
+        return {"is_dropped": True}
+    side.drop()
     _forget_peak()
     before, read_before = _memory("VmRSS"), _bytes_read()
     if what == "save":

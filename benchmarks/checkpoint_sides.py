@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Tree = dict[str, Any]
@@ -35,38 +35,51 @@ class _Jax:
         import numpy as np
 
         self.processes: int = case["processes"]
-        dtype = np.dtype(ml_dtypes.bfloat16 if case["dtype"] == "bf16" else np.float32)
-        shape = leaf_shape(case["bytes"], case["leaves"], dtype.itemsize)
-        dice = np.random.default_rng(case["seed"])
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if case["dtype"] == "bf16" else np.float32)
+        self._shape = leaf_shape(case["bytes"], case["leaves"], self._dtype.itemsize)
+        self._seed: int = case["seed"]
+        self._names = [f"layer{number:04d}" for number in range(case["leaves"])]
         self._shardings = {
             name: self._sharding(name) for name in ("rows", "columns", "blocks", "whole")
         }
         self.state: Tree = {}
-        for number in range(case["leaves"]):
-            values = dice.standard_normal(shape, dtype=np.float32).astype(dtype)
-            self.state[f"layer{number:04d}"] = jax.make_array_from_callback(
-                shape, self._shardings["rows"], _parts_of(values)
-            )
+        """Nothing in a process that only reads what others saved."""
+        if not case["is_reader"]:
+            for name, values in self._made():
+                self.state[name] = jax.make_array_from_callback(
+                    self._shape, self._shardings["rows"], _parts_of(values)
+                )
         jax.block_until_ready(self.state)
         self.restored: Tree | None = None
+
+    def _made(self) -> Iterator[tuple[str, Any]]:
+        """Every leaf's values, whole; the same on all processes."""
+        import numpy as np
+
+        dice = np.random.default_rng(self._seed)
+        for name in self._names:
+            yield name, dice.standard_normal(self._shape, dtype=np.float32).astype(self._dtype)
 
     def like(self, layout: str) -> Tree:
         import jax
 
+        sharding = self._shardings[layout]
         return {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._shardings[layout])
-            for name, x in self.state.items()
+            name: jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=sharding)
+            for name in self._names
         }
 
     def restore(self, folder: str, layout: str) -> None:
         import jax
 
-        self.restored = None
         self.restored = self.load(folder, self.like(layout))
         jax.block_until_ready(self.restored)
 
     def load(self, folder: str, like: Tree) -> Tree:
         raise NotImplementedError
+
+    def drop(self) -> None:
+        self.restored = None
 
     def verify(self) -> bool:
         import jax
@@ -74,6 +87,11 @@ class _Jax:
 
         restored, self.restored = self.restored, None
         assert restored is not None
+        if not self.state:
+            return all(
+                np.array_equal(np.asarray(restored[name]).view(np.uint8), values.view(np.uint8))
+                for name, values in self._made()
+            )
 
         def same(name: str) -> bool:
             ours, theirs = self.state[name], restored[name]
@@ -224,6 +242,9 @@ class Bare:
                         left = left[file.readinto(left) or len(left) :]
 
         _together(read, range(len(self._groups)))
+
+    def drop(self) -> None:
+        self._read = []
 
     def verify(self) -> bool:
         import numpy as np

@@ -46,6 +46,9 @@ class Torch:
         self.restored = {name: torch.empty_like(x) for name, x in self.state.items()}
         dcp.load(self.restored, storage_reader=dcp.FileSystemReader(folder), no_dist=self._is_alone)
 
+    def drop(self) -> None:
+        self.restored = None
+
     def verify(self) -> bool:
         restored, self.restored = self.restored, None
         assert restored is not None

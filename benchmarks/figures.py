@@ -11,7 +11,9 @@ import importlib.util
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol, cast
@@ -28,6 +30,12 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     """Fewer repetitions and smaller states: does it run at all, not how fast."""
     full: bool = False
     """Also what takes too long for every day."""
+    only: str = ""
+    """Only the cases with one of these words, between commas, in their keys."""
+    done: frozenset[str] = frozenset()
+    """Cases that need not be measured again."""
+    minutes: float | None = None
+    """No case is begun that would last longer than this after the start."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +50,12 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """What it should be, in words."""
     holds: bool | None = None
     """Whether it is; None where nothing is to be reached."""
+    case: str | None = None
+    """Of which case it is, where a benchmark can be taken in parts."""
+    measure: str | None = None
+    """Of the case, in a word; the plots are made of those that have one."""
+    load: str | None = None
+    """Of the machine, before the case began."""
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +67,37 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 class Benchmark(Protocol):
     """The module of one benchmark."""
 
-    def run(self, arguments: Arguments) -> list[Figure]: ...
+    def run(self, arguments: Arguments) -> Iterable[Figure]:
+        """Measure. Where figures come one by one, each is kept before the next is measured."""
+        ...
+
+
+class Timetable:
+    """Which cases of a benchmark are measured in this run."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self._words = [word.strip() for word in arguments.only.split(",") if word.strip()]
+        self._started_s = time.monotonic()
+
+    def is_due(self, case: str, about_s: float) -> bool:
+        """Whether a case is measured now.
+
+        Args:
+            case: its key.
+            about_s: how long it takes, about.
+        """
+        if self._words and not any(word in case for word in self._words):
+            return False
+        if case in self._arguments.done:
+            return False
+        minutes = self._arguments.minutes
+        gone_s = time.monotonic() - self._started_s
+        if minutes is not None and gone_s + about_s > 60 * minutes:
+            print(f"{case}, about {about_s:.0f} s, is left for another time", file=sys.stderr)
+            return False
+        print(f"{case}, about {about_s:.0f} s, after {gone_s:.0f} s", file=sys.stderr)
+        return True
 
 
 def compared(name: str, value: float, unit: str, *, against: str, against_value: float) -> Figure:
@@ -86,6 +130,13 @@ def alternating(
     """
     pairs = [(first(), second()) for _ in range(count + 1)][1:]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+def merged(before: Sequence[Figure], new: Sequence[Figure]) -> tuple[Figure, ...]:
+    """Figures of several runs: a case that was measured again has its new ones only."""
+    cases = {figure.case for figure in new if figure.case is not None}
+    kept = [figure for figure in before if figure.case is not None and figure.case not in cases]
+    return (*kept, *new)
 
 
 def available() -> tuple[str, ...]:

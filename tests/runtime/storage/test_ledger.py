@@ -294,7 +294,9 @@ def test_who_keeps_a_ledger_to_look_at_reads_an_entry_once_and_the_newest_commit
 
 
 @pytest.mark.parametrize("count", [1, 2, 3], ids=["shorter", "as long", "longer"])
-def test_who_keeps_a_ledger_sees_a_run_that_was_deleted_and_begun_anew(store: Store, count: int) -> None:
+def test_who_keeps_a_ledger_sees_a_run_that_was_deleted_and_begun_anew(
+    store: Store, count: int
+) -> None:
     writer = claimed(store)
     append(writer, 10)
     append(writer, 20)
